@@ -283,7 +283,7 @@ def test_diagnose_step_of_one_scaler_does_not_name_it():
     assert jmpscale.diagnose_step(step)(state).summary.startswith("Loss scales from ")
 
 
-def test_diagnose_step_names_a_line_that_must_change_for_two_scalers_once():
+def test_diagnose_step_names_the_calls_of_a_line_that_must_change_for_two_scalers():
     def overflowing(p, factor):
         h = X.astype(H) @ p["a"].astype(H) * H(3e4)
         return factor * jnp.mean(jnp.tanh(h.astype(F) * 1e-5) @ p["b"])
@@ -295,8 +295,7 @@ def test_diagnose_step_names_a_line_that_must_change_for_two_scalers_once():
 
     found = jmpscale.diagnose_step(step)(state_of(4, 8))
     assert kinds(found) == ["FORWARD_OVERFLOW", "FORWARD_OVERFLOW"]
-    assert len(found.lines) == 1
-    assert found.summary.count("overflows") == 1
+    assert {line.partition(",")[0] for line in found.lines} == {found.lines[0].partition(",")[0]}
     assert found.scaler is None
 
 

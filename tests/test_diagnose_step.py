@@ -888,47 +888,6 @@ def test_diagnose_step_does_not_name_a_constant_of_a_step_that_is_right(decay, c
     assert "constant" not in diagnosis.summary
 
 
-@pytest.mark.full
-def test_diagnose_step_names_integers_that_half_precision_cannot_hold():
-    def step(params, batch):
-        x, y, times = batch
-
-        def loss_fn(params):
-            return regression(params, (x * jnp.cos(times.astype(F) * 1e-3)[:, None], y))
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
-
-    times = jnp.arange(64) * 15
-    found = jmpscale.diagnose_step(jax.jit(step))(parameters(), (*BATCH, times.astype(B)))
-    assert (
-        "batch[2] holds integers up to 944 in bfloat16, which cannot tell neighbors of this size apart" in found.summary
-    )
-    assert "holds integers" not in jmpscale.diagnose_step(step)(parameters(), (*BATCH, times.astype(F))).summary
-    assert "holds integers" not in jmpscale.diagnose_step(step)(parameters(), (*BATCH, (times / 15).astype(B))).summary
-
-
-@pytest.mark.parametrize(
-    "compile_", [pytest.param(lambda f: f, marks=pytest.mark.full), jax.jit], ids=["eager", "compiled"]
-)
-def test_diagnose_step_names_constants_that_were_rounded_before(compile_):
-    table = jnp.cos(jnp.arange(64.0)).astype(B)[:, None]
-    mask = jnp.ones((64, 1), B)
-
-    def step(params, batch):
-        def loss_fn(params):
-            return regression(params, (batch[0] * (table * mask).astype(F), batch[1]))  # fault
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
-
-    summary = jmpscale.diagnose_step(compile_(step))(parameters(), BATCH).summary
-    assert summary.endswith(
-        "Constants in half precision were taken as they are, but may be rounded: bfloat16[64, 1] at "
-        f"test_diagnose_step.py:{fault_line(step)} (loss_fn)."
-    )
-
-
 # --- Errors. ---
 
 

@@ -16,6 +16,7 @@ from jmpscale._base.tree import PyTree, find_instances, flatten_gradients
 from jmpscale._diagnosis.arguments import accepted_errors, check_arguments, gradients_by_argument, named_arguments
 from jmpscale._diagnosis.examine import examine
 from jmpscale._diagnosis.tell.report import Diagnosis
+from jmpscale._diagnosis.trace.choices import find_choices
 from jmpscale._diagnosis.trace.trace_loss import trace_loss
 from jmpscale._diagnosis.trace.trace_observed import trace_observed, trace_with_float32_results
 from jmpscale._diagnosis.trace.traced_step import TracedStep
@@ -122,7 +123,8 @@ def diagnose(
             names_of = {id(x): name for name, x in arguments}
             trace = functools.partial(trace_loss, loss_and_grads, args, kwargs, names_of)
             program, kept = trace_observed(trace)
-            step = TracedStep(program, tuple(names), arguments=arguments, kept=kept)
+            choices = tuple(find_choices(program.jaxpr))
+            step = TracedStep(program, tuple(names), arguments=arguments, choices=choices, kept=kept)
             scaler = state if has_scaler else None
             return examine(step, scaler, lambda: trace_with_float32_results(trace), accepts)
 

@@ -34,8 +34,8 @@ def diagnose_step(step: Callable[..., Any], *, accepted_error: float | None = No
       or a sum, and so is rounding in the optimizer. A leaf to which no gradient leads, such as a running mean, and any
       other result are compared with the whole step in float32. A leaf that is not computed from its old value, such as
       a copy in half precision of float32 parameters, is compared by its value.
-    - Values that are in half precision before the step begins are taken as exact; the summary names integers that are
-      too large for their dtype, and constants.
+    - Arguments and constants that are in half precision before the step begins are exact in both runs. They are moved
+      within their last place, and named if that changes the gradients in float32.
 
     The state is what the step returns with the structure and the types of an argument, in the order of the arguments,
     and the Flax NNX objects among the arguments. `Diagnosis.state` names it; if an argument is missing there, pass

@@ -8,8 +8,11 @@ from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.scaler_group import LossScales, ScalerGroup
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.advice import find_advice, find_advice_then
+from jmpscale._diagnosis.search.draws import find_coarse_choices
 from jmpscale._diagnosis.search.factors import find_factors
 from jmpscale._diagnosis.search.fit import Fit, Present, find_fit
+from jmpscale._diagnosis.search.inputs import find_coarse_inputs
+from jmpscale._diagnosis.search.integers import find_wrong_indices
 from jmpscale._diagnosis.search.layers import find_layers
 from jmpscale._diagnosis.search.lines import find_suspects
 from jmpscale._diagnosis.search.reference import find_changes_of_reference
@@ -49,7 +52,15 @@ def examine(
         found.append(examined)
     first, *others = _worst_first(found)
     update = _examine_update(step, first.trials, scales, accepted)
-    return write_report(first._replace(update=update, others=tuple(others)))
+    return write_report(
+        first._replace(
+            update=update,
+            wrong_indices=None if first.repair else find_wrong_indices(first.trials, first.fit),
+            coarse_inputs=tuple(find_coarse_inputs(step, first.trials, first.fit.error_at_exponent)),
+            coarse_choices=tuple(find_coarse_choices(step.choices, first.trials)),
+            others=tuple(others),
+        )
+    )
 
 
 def _examine_gradients(

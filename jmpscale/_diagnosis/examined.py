@@ -10,7 +10,10 @@ from jmpscale._diagnosis.run.fitting_scales import Errors, Scales
 from jmpscale._diagnosis.run.modes import Part, Site, Statistics
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.advice import Advice
+from jmpscale._diagnosis.search.draws import CoarseChoice
 from jmpscale._diagnosis.search.fit import Fit, Present
+from jmpscale._diagnosis.search.inputs import CoarseInput
+from jmpscale._diagnosis.search.integers import WrongIndices
 from jmpscale._diagnosis.search.layers import NO_LAYERS, Layers
 from jmpscale._diagnosis.search.lines import Suspects
 from jmpscale._diagnosis.search.repair import Repair
@@ -44,6 +47,9 @@ class Examined(NamedTuple):
     changes_of_reference: Errors | None = None  # with the loss scale, if it changes
     sensitive_loss: SensitiveLoss | None = None
     update: Update = Update()
+    wrong_indices: WrongIndices | None = None
+    coarse_inputs: tuple[CoarseInput, ...] = ()
+    coarse_choices: tuple[CoarseChoice, ...] = ()
     layers: Layers = NO_LAYERS  # at fault
     others: tuple["Examined", ...] = ()  # of a step with several scalers: the gradients of the others
 
@@ -81,7 +87,8 @@ class Examined(NamedTuple):
         found = [x.repair.lines.paths for x in (self, *self.others) if x.repair and x.repair.lines]
         unchanged = self.update.unchanged.paths if self.update.unchanged else ()
         stalled = [path for x in self.update.stalled for path in x.paths]
-        chosen = {*itertools.chain(*found), *self.update.paths, *unchanged, *stalled}
+        indices = self.wrong_indices.paths if self.wrong_indices else ()
+        chosen = {*itertools.chain(*found), *indices, *self.update.paths, *unchanged, *stalled}
         return [path for path in self.paths if path in chosen]
 
     @property

@@ -17,6 +17,23 @@ WRONG_ERROR = 0.5
 # The largest error of the loss. The healthy programs of the tests have at most 2%.
 LARGEST_LOSS_ERROR = 0.03
 
+# --- What enters in half precision: an input that moves within its last place, in float32, is tried like an error. ---
+
+# The gradients change by 99% for the table of a noise schedule in bfloat16, 11% for time steps up to 999, and less than
+# 0.1% for images and for a table of cosines. These are 400, 50 and less than 1 times the change that parameters make
+# that move as much. In healthy steps near a minimum of the loss, or with low-rank adapters, it is at most 8 times.
+BESIDE_PARAMETERS = 10.0
+
+# A probability of a threshold is a number of steps, one for each different random number in half precision. Up to so
+# many steps, it may have an error of a third. bfloat16 has 128 of them, so the probability 0.9 is 0.902, but 0.01 is
+# 0.0156.
+RARE = 3
+
+# The fraction of indices that differ from float32 from which on they are wrong. It is 66% for positions by a cumulative
+# sum in bfloat16, 43% for 1,000 codes, and 8% for coordinates in an image of 64 rows, of which rounding moves some into
+# the next row: interpolation makes up for that.
+DIFFERENT_INDICES = 0.1
+
 # --- Loss scales: how much larger an error may be than the smallest one at any scale. ---
 
 # An error may exceed the smallest one by a factor and a tolerance. Without them, the other digits that float16 rounds
@@ -113,6 +130,8 @@ LARGE_VALUE, SMALLEST_DECAY = 2.0**10, 1e-6
 
 LARGEST_SET = 12  # lines that are found one by one, each in about log2(n) runs of a program of n lines
 TRIED_ALONE = 64  # parts of which each one is run alone, more than the rows of a table by default
+SAMPLES = 1024  # of the indices that one operation makes
+MOST_INPUTS = 4  # that are too coarse, each found in about log2(n) runs
 # Casts or layers of a line that are named, each found in about log2(n) runs: of more, the line is the cause.
 MOST_NAMED = 3
 

@@ -1,17 +1,19 @@
 """The forms of a program that trials run: as it is written, and with modes."""
 
 import functools
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.run.modal_program import ModalProgram
-from jmpscale._diagnosis.run.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Modal, factors
+from jmpscale._diagnosis.run.modes import CONSTANTS, PRECISION, RECORD, REPAIR, Modal, counting, factors, sampling
 from jmpscale._diagnosis.run.scaler_group import LossScales
 from jmpscale._diagnosis.trace.operations import Operation, operations_of_loss, program_operations
 from jmpscale._diagnosis.trace.program import Program
 from jmpscale._programs.compile import compiled_jaxpr
+from jmpscale._programs.jaxpr import Key
 
 
 class Forms:
@@ -53,6 +55,14 @@ class Forms:
     def repair(self) -> ModalProgram:
         """A program whose infinities and NaN can be replaced by zeros."""
         return self._form(REPAIR)
+
+    def counting(self, dtypes: Mapping[tuple[str, str], np.dtype]) -> ModalProgram:
+        """Returns a program that records how rare the results of some comparisons are."""
+        return self._form(counting(dtypes))
+
+    def sampling(self, conversions: Collection[Key]) -> ModalProgram:
+        """Returns a program like `precision` that records a sample of the integers of some conversions."""
+        return self._form(sampling(conversions))
 
     @functools.cached_property
     def _operations(self) -> list[Operation]:

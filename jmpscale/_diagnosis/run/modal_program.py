@@ -209,7 +209,7 @@ class _BlockFunction:
             return modal.run(Execution(interpreter, i), operation, inputs, outputs) if sites else outputs
 
         def run(inputs: list[Any], modes: jax.Array) -> tuple[list[Any], dict[int, jax.Array]]:
-            recorded = [i for i, x in enumerate(operations) if x.sites and modal.columns]
+            recorded = [i for i, x in enumerate(operations) if x.sites and modal.columns and modal.records(x.operation)]
             interpreter = Interpreter(rule, modes, {i: jnp.zeros(modal.columns, np.float32) for i in recorded})
             values: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
             for eqn, caller, operands, results in block.equations:

@@ -14,7 +14,7 @@ from jax.extend import core
 from jmpscale._base.compat import in_current_mesh
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.run.errors import severity
-from jmpscale._diagnosis.thresholds import NEAR_ONE
+from jmpscale._diagnosis.thresholds import NEAR_ONE, SAMPLES
 from jmpscale._diagnosis.trace.operations import Operation, Path
 from jmpscale._diagnosis.trace.passes import Pass
 from jmpscale._programs.float32 import run_as_written, run_in_float32
@@ -89,6 +89,7 @@ class Modal(NamedTuple):
     # Takes the operation, its operands, and its results in float32.
     run: Callable[[Execution, Operation, list[Any], list[Any]], list[Any]]
     columns: int = 0  # of the records
+    records: Callable[[Operation], bool] = lambda _: True  # whether it makes records of an operation, if of any
 
 
 def _half_dtype(operation: Operation) -> np.dtype | None:
@@ -216,6 +217,50 @@ def _multiply_cotangents(
         return jnp.where(execution.mode == Mode.AS_WRITTEN, written, rounded)
 
     return list(map(choose, in_float32, run_as_written(operation.eqn, inputs), operation.dtypes))
+
+
+def counting(dtypes: Mapping[tuple[str, str], np.dtype]) -> Modal:
+    """Returns the modes of some comparisons, by their lines and primitives: they record how rare a result is.
+
+    The first column has the fraction of the results that are true, or those that are false if they are fewer; the
+    second one, the number of results.
+    """
+
+    def record(execution: Execution, _: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
+        fraction = in_float32[0].astype(np.float32).mean()
+        size = np.float32(in_float32[0].size)
+        execution.record(jnp.stack([jnp.minimum(fraction, 1 - fraction), size]))
+        return in_float32
+
+    return Modal(lambda x: dtypes.get((x.line, x.eqn.primitive.name)), record, columns=2)
+
+
+def sampling(conversions: Collection[Key]) -> Modal:
+    """Returns the modes of `PRECISION`, with which some conversions to integers record a sample of these integers.
+
+    A record is a positive number that depends on one of the integers, and hardly ever agrees for two different ones. Of
+    the iterations of a loop, each record is that of another one, because it is the largest.
+    """
+    positions, factors = np.random.default_rng(0).integers(0, 2**32, (2, SAMPLES), np.uint32)
+
+    def is_sampled(operation: Operation) -> bool:
+        return operation.key in conversions
+
+    def dtype(operation: Operation) -> np.dtype | None:
+        return type_of(operation.eqn.outvars[0]).dtype if is_sampled(operation) else _half_dtype(operation)
+
+    def run(execution: Execution, operation: Operation, inputs: list[Any], in_float32: list[Any]) -> list[Any]:
+        if not is_sampled(operation):
+            return _choose_precision(execution, operation, inputs, in_float32)
+        integers = in_float32[0]
+        if any(jax.typeof(integers).sharding.spec):  # a mesh with Explicit axes
+            integers = jax.sharding.reshard(integers, jax.P())
+        integers = integers.ravel()
+        sample = integers[positions % integers.size].astype(np.uint32)
+        execution.record(((sample * (factors | 1)) >> 8).astype(np.float32))
+        return in_float32
+
+    return Modal(dtype, run, SAMPLES, is_sampled)
 
 
 PRECISION = Modal(_half_dtype, _choose_precision)

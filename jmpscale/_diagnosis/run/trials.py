@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from jmpscale._diagnosis.run.fitting_scales import Errors, Scales, at_one_scale,
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modal_program import ModalProgram
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site, Statistics, mode_of_factor
+from jmpscale._diagnosis.run.moves import perturb
 from jmpscale._diagnosis.run.scaler_group import LossScales, ScalerGroup
 from jmpscale._diagnosis.thresholds import (
     CHANGE,
@@ -30,6 +31,7 @@ from jmpscale._diagnosis.thresholds import (
 )
 from jmpscale._diagnosis.trace.operations import Operation, Path
 from jmpscale._diagnosis.trace.program import Program
+from jmpscale._programs.jaxpr import Key
 
 
 class GradientTrials:
@@ -115,8 +117,29 @@ class GradientTrials:
 
     def _error_of_a_change(self, change: float) -> np.ndarray:
         """Returns the relative change of the loss and of each gradient in float32, after a change of all arguments."""
-        consts = [_perturb(x, change) for x in self.program.consts]
+        consts = [perturb(x, change) for x in self.program.consts]
         return measure(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0], self.reference).errors
+
+    def errors_of(self, consts: list[Any]) -> tuple[Errors, float]:
+        """Returns the errors in float32, as `compare` does, with other values of the arguments and constants."""
+        return self.compare(self._recording.run(1.0, {}, Mode.FLOAT32, consts)[0])
+
+    def count(self, comparisons: Mapping[tuple[str, str], np.dtype]) -> dict[tuple[str, str], tuple[float, float]]:
+        """Returns how rare the results of some comparisons are, by line and primitive: the fraction, and their number.
+
+        Those on which neither the loss nor a gradient depends are missing.
+        """
+        records = self._forms.counting(comparisons).run(1.0, {}, Mode.FLOAT32)[1]
+        return {(site.part.path[-1], site.operation): (rare, size) for site, (rare, size) in records.items()}
+
+    @property
+    def whole_program(self) -> Program:
+        """The program of the loss, the gradients and what the update is given."""
+        return self._forms.program
+
+    def sampling(self, conversions: Collection[Key]) -> ModalProgram:
+        """Returns the step as a program that records a sample of the integers of some conversions."""
+        return self._forms.sampling(conversions)
 
     def of(self, program: Program) -> "GradientTrials":
         """Returns trials of another form of the step, which is compared with the same reference."""
@@ -261,7 +284,7 @@ class GradientTrials:
     def _error_of_other_parameters(self, worst: int, change: float, exponent: int) -> tuple[float, float]:
         """Returns the error of a gradient after a change of the parameters, and its norm; infinite for a wrong loss."""
         pairs = list(zip(self.program.consts, self.program.names, strict=True))
-        consts = [_perturb(x, change) if name in self._parameters else x for x, name in pairs]
+        consts = [perturb(x, change) if name in self._parameters else x for x, name in pairs]
         reference = self.program.run(1.0, {}, Mode.FLOAT32, consts)[0]
         norms = measure(reference, reference).norms[1:]
         growth = np.max(norms[self.decisive] / self.measured.norms[1:][self.decisive], initial=1.0)
@@ -314,17 +337,6 @@ class GradientTrials:
         parts = self.program.parts if len(self.program.parts) <= TRIED_ALONE else []
         alone = {part: {x: Mode.AS_WRITTEN for x in self.program.sites if x.part == part} for part in parts}
         return {part: self.error(modes, Mode.FLOAT32, exponent) for part, modes in alone.items()}
-
-
-@jax.jit
-def _perturb(x: jax.Array, fraction: float) -> jax.Array:
-    """Changes values by a fraction, up or down, depending on their bits; not integers, which may be indices."""
-    if not jnp.issubdtype(x.dtype, np.floating):
-        return x
-    bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.int32)
-    up = ((bits ^ (bits >> 7) ^ (bits >> 13)) & 1) == 1
-    changed = x * jnp.where(up, 1 + fraction, 1 - fraction).astype(x.dtype)
-    return jnp.where(x == jnp.round(x), x, changed)
 
 
 def _round(x: jax.Array, digits: int) -> jax.Array:

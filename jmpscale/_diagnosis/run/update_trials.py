@@ -1,9 +1,10 @@
 """Runs the update of a step, whose gradients are given, with other modes, and compares its results with float32."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,6 +23,7 @@ from jmpscale._diagnosis.run.lossless import (
     sketch,
 )
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site
+from jmpscale._diagnosis.run.moves import perturb
 from jmpscale._diagnosis.run.scaler_group import LossScales
 from jmpscale._diagnosis.thresholds import CHANGE, DRAWS, LARGE_VALUE, TRIED_ALONE, AcceptedErrors
 from jmpscale._diagnosis.trace.operations import Path
@@ -48,7 +50,7 @@ class UpdateTrials:
         self.results = results
         self.scale, self._accepted = scale, accepted
         self._consts = self.program.consts
-        self._reference = self._run({}, Mode.FLOAT32)
+        self.reference = self._run({}, Mode.FLOAT32)
         self._changes: dict[frozenset[tuple[Site, Any]], list[Change]] = {}
         self._lossless: dict[str, Change] = {}  # by the name of the leaf
         self._draws = any(eqn.primitive.name in RANDOM for eqn, _ in equations(program.jaxpr))
@@ -75,11 +77,30 @@ class UpdateTrials:
         written, changed = self._run({}, Mode.AS_WRITTEN), self._run({}, Mode.FLOAT32, consts)
         for change in bad:
             i = self.results.index(change.result)
-            differences = [x[i] - self._reference[i] for x in (written, changed)]
+            differences = [x[i] - self.reference[i] for x in (written, changed)]
             error, response = (float(norm(x if change.part is None else x[change.part])) for x in differences)
             if error < response < math.inf:
                 self._noise.add(change.result.name)
         self._changes.clear()
+
+    def grown(self, values: Mapping[int, Any]) -> list[Any]:
+        """Returns the results in float32 at other values of some leaves, with other data and gradients of zeros.
+
+        The values are given by the positions of the results.
+        """
+        consts = [perturb(x, CHANGE) for x in self._consts]
+        consts = [jnp.zeros_like(x) if i in self._gradients else x for i, x in enumerate(consts)]
+        return self._run({}, Mode.FLOAT32, self._with(consts, values))
+
+    def after_two_steps(self, values: Mapping[int, Any]) -> list[Any]:
+        """Returns the results as written of two steps, which begin at other values of some leaves."""
+        consts = self._with(self._consts, values)
+        first = self._run({}, Mode.AS_WRITTEN, consts)
+        return self._run({}, Mode.AS_WRITTEN, self._after(first, consts))
+
+    def _with(self, consts: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
+        inputs = {self.results[i].input: value for i, value in values.items()}
+        return [inputs.get(i, x) for i, x in enumerate(consts)]
 
     def changes(self, modes: Modes) -> list[Change]:
         """Returns the changes with some modes, and all other operations as written."""
@@ -87,7 +108,7 @@ class UpdateTrials:
         if key not in self._changes:
             olds = [self.old(x) if x.is_changed else None for x in self.results]
             changes = measure_changes(
-                self.results, olds, self._run(modes, Mode.AS_WRITTEN), self._reference, self._accepted
+                self.results, olds, self._run(modes, Mode.AS_WRITTEN), self.reference, self._accepted
             )
             known = [self._lossless.get(x.result.name, x) for x in changes]
             self._changes[key] = [x._replace(is_decisive=False) if x.result.name in self._noise else x for x in known]
@@ -122,14 +143,14 @@ class UpdateTrials:
 
     def _two_steps(self) -> list[tuple[list[Any], list[Any]]]:
         """Returns the results, as written and in float32, after one step and after two with the same gradients."""
-        first = self._run({}, Mode.AS_WRITTEN), self._reference
-        modes = Mode.AS_WRITTEN, Mode.FLOAT32
-        second = [self._run({}, mode, self._after(outputs)) for mode, outputs in zip(modes, first, strict=True)]
+        first = self._run({}, Mode.AS_WRITTEN), self.reference
+        runs = zip((Mode.AS_WRITTEN, Mode.FLOAT32), first, strict=True)
+        second = [self._run({}, mode, self._after(outputs, self._consts)) for mode, outputs in runs]
         return [first, (second[0], second[1])]
 
-    def _after(self, outputs: Sequence[Any]) -> list[Any]:
+    def _after(self, outputs: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
         """Returns the constants of the next step."""
-        consts = list(self._consts)
+        consts = list(consts)
         for result, x in zip(self.results, outputs, strict=True):
             if result.input is not None:
                 consts[result.input] = widen(x)
@@ -185,12 +206,14 @@ class UpdateTrials:
         return changes(Mode.AS_WRITTEN), changes(Mode.FLOAT32)
 
     def changed_by_other_gradients(self, results: Sequence[Result]) -> set[str]:
-        """Returns the names of the leaves that change if gradients are large, and not zero."""
+        """Returns the names of the leaves that change if gradients are finite, large, and not zero."""
         if not results or not self._gradients:
             return set()
-        consts = [
-            jnp.where(x == 0, 1, LARGE_VALUE * x) if i in self._gradients else x for i, x in enumerate(self._consts)
-        ]
+
+        def other(x: Any) -> jax.Array:
+            return jnp.where(jnp.isfinite(x) & (x != 0), LARGE_VALUE * x, 1)
+
+        consts = [other(x) if i in self._gradients else x for i, x in enumerate(self._consts)]
         outputs = dict(zip((x.name for x in self.results), self._run({}, Mode.FLOAT32, consts), strict=True))
         return {x.name for x in results if not bool((outputs[x.name] == on_device(self.old(x))).all())}
 

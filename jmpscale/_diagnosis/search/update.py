@@ -10,6 +10,7 @@ from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modes import Mode, Part, Site, Statistics
 from jmpscale._diagnosis.run.scaler_group import LossScales
 from jmpscale._diagnosis.run.update_trials import UpdateTrials
+from jmpscale._diagnosis.search.counters import Counter, find_counters
 from jmpscale._diagnosis.search.not_compared import NotCompared, find_not_compared
 from jmpscale._diagnosis.search.smallest_set import smallest_set
 from jmpscale._diagnosis.search.stalled import Stalled, Unchanged, find_stalled, find_unchanged
@@ -31,6 +32,7 @@ class Update(NamedTuple):
     stalled: tuple[Stalled, ...] = ()
     unchanged: Unchanged | None = None
     not_compared: NotCompared = NotCompared()
+    counters: tuple[Counter, ...] = ()
 
     @property
     def all_paths(self) -> list[Path]:
@@ -78,6 +80,7 @@ def examine_update(
         stalled,
         unchanged,
         find_not_compared(trials, known),
+        tuple(find_counters(trials)),
     )
 
 

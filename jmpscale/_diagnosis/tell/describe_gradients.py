@@ -111,6 +111,8 @@ def _describe_rounding(examined: Examined, begin: str, errors: Errors | None) ->
     text = f"{begin} differ from float32 {by_gradient(examined, errors)}"
     if errors is None or largest(errors) < examined.trials.accepted.small:
         return f"{text}."
+    if examined.wrong_indices:
+        return f"{text}."
     text = f"{text}: rounding, which may be harmless."
     if examined.suspects is None:
         return f"{text} Compare a short run with one in float32."

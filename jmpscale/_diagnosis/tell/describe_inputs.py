@@ -1,29 +1,25 @@
 """The sentences about what is in half precision before a step begins."""
 
+import math
 from collections.abc import Sequence
 
+from jmpscale._diagnosis.search.inputs import CoarseInput
+from jmpscale._diagnosis.tell.phrases import by
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
-from jmpscale._diagnosis.trace.rounded import Rounded
 
 
-def describe_rounded(found: Sequence[Rounded]) -> list[Told]:
-    """Names what is probably rounded: integers that their dtype cannot tell apart, and constants."""
-    told = [_describe_integers(x) for x in found if x.are_large_integers]
-    constants = [x for x in found if not x.name and x.value.ndim and not x.are_integers]
-    if constants:
-        which = list(dict.fromkeys(f"{x.value.dtype}{list(x.value.shape)} at {x.line}" for x in constants))
-        more = f" and {len(which) - 3} more" if len(which) > 3 else ""
-        names = f"{', '.join(which[:3])}{more}"
-        told.append(Told(f"Constants in half precision were taken as they are, but may be rounded: {names}."))
-    return told
+def describe_coarse_inputs(found: Sequence[CoarseInput]) -> list[Told]:
+    """Describes arguments and constants in half precision whose lost digits change the gradients."""
+    return list(map(_describe, found))
 
 
-def _describe_integers(x: Rounded) -> Told:
-    dtype = x.value.dtype.name
+def _describe(x: CoarseInput) -> Told:
+    name = x.name or f"A constant of shape {list(x.shape)}"
+    change = f"changes {by(x.error)}" if math.isfinite(x.error) else "is not finite"
     text = (
-        f"{x.name or 'A constant'} holds integers up to {x.max_abs:g} in {dtype}, which cannot tell neighbors of this "
-        f"size apart: pass it in float32 or as integers. It is used at {x.line}."
+        f"{name}, which {x.line} reads, has too few digits in {x.dtype}: if its values move by a quarter of the last "
+        f"place, the loss or a gradient {change}, in float32 too. Compute and store it in float32."
     )
     names = (x.name,) if x.name else ()
-    return Told(text, DiagnosisFinding(FindingKind.ROUNDED_INPUT, names, (x.line,), dtype))
+    return Told(text, DiagnosisFinding(FindingKind.ROUNDED_INPUT, names, (x.line,), x.dtype.name, x.error))

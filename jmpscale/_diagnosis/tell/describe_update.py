@@ -10,6 +10,7 @@ from jmpscale._diagnosis.run.changes import Change
 from jmpscale._diagnosis.search.not_compared import NotCompared
 from jmpscale._diagnosis.search.stalled import Stalled
 from jmpscale._diagnosis.search.update import Update
+from jmpscale._diagnosis.tell.describe_counters import describe_counters
 from jmpscale._diagnosis.tell.phrases import by, describe_leaves
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
@@ -21,7 +22,8 @@ def describe_update(examined: Examined) -> list[Told]:
     update = examined.update
     told = [_describe_bad(examined, update.worst)] if update.bad and update.worst and not _is_repaired(examined) else []
     others = _describe_other_changes(examined) if told else []
-    return [*told, *others, *_describe_unchanged(examined), *_describe_stalled(examined), *_describe_not_finite(update)]
+    stalled = [*_describe_unchanged(examined), *_describe_stalled(examined), *describe_counters(update)]
+    return [*told, *others, *stalled, *_describe_not_finite(update)]
 
 
 def _is_repaired(examined: Examined) -> bool:

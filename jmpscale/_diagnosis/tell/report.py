@@ -98,6 +98,7 @@ class FindingKind(enum.StrEnum):
       BACKWARD_OVERFLOW: a result of the backward pass overflows at each loss scale that does not underflow.
       UNDERFLOW: results underflow. Without `lines`, the remedy is a scaler, or a larger number that scales the loss.
       ROUNDING: rounding makes a gradient or the loss wrong.
+      WRONG_INDICES: rounding makes integers wrong that are indices, such as positions.
       SMALL_SCALE: the loss scale is too small.
       LARGE_SCALE: the loss scale is too large, or the number, or another library's scaler, that scales the loss.
       UNUSED_SCALER: no gradient depends on the scale of a dynamic scaler.
@@ -105,10 +106,12 @@ class FindingKind(enum.StrEnum):
       LOST_CHANGE: rounding removes most of the change of a leaf of the state.
       WRONG_CHANGE: the change of a leaf of the state, or its new value, is wrong.
       WRONG_RESULT: another result of the step is wrong.
-      STALLED: a leaf of the state, such as an average, will stop moving, because rounding keeps it from shrinking.
+      STALLED: a leaf of the state, such as an average or a counter, will stop moving.
       LOST_DECAY: the decay of a parameter is lost.
       ROUNDED_CONSTANT: a leaf does not change because a constant near 1 is rounded.
-      ROUNDED_INPUT: an argument or a constant has too few digits.
+      ROUNDED_INPUT: an argument or a constant has too few digits; `error` is the change that a move within its last
+        place makes.
+      COARSE_RANDOM: random numbers in half precision are too coarse for what is chosen by them.
       NOT_FINITE: a value is infinite or NaN, in float32 too.
       NOT_COMPARED: something was not compared, so nothing is known of it.
       LOST_PROGRESS: in a run, the loss makes less progress than in float32.
@@ -119,6 +122,7 @@ class FindingKind(enum.StrEnum):
     BACKWARD_OVERFLOW = enum.auto()
     UNDERFLOW = enum.auto()
     ROUNDING = enum.auto()
+    WRONG_INDICES = enum.auto()
     SMALL_SCALE = enum.auto()
     LARGE_SCALE = enum.auto()
     UNUSED_SCALER = enum.auto()
@@ -130,6 +134,7 @@ class FindingKind(enum.StrEnum):
     LOST_DECAY = enum.auto()
     ROUNDED_CONSTANT = enum.auto()
     ROUNDED_INPUT = enum.auto()
+    COARSE_RANDOM = enum.auto()
     NOT_FINITE = enum.auto()
     NOT_COMPARED = enum.auto()
     LOST_PROGRESS = enum.auto()

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.examined import Examined, SensitiveLoss
+from jmpscale._diagnosis.tell.describe_draws import describe_coarse_choices
 from jmpscale._diagnosis.tell.describe_gradients import describe_gradients, ends_with_small_error
-from jmpscale._diagnosis.tell.describe_inputs import describe_rounded
+from jmpscale._diagnosis.tell.describe_inputs import describe_coarse_inputs
+from jmpscale._diagnosis.tell.describe_integers import describe_wrong_indices
 from jmpscale._diagnosis.tell.describe_update import describe_not_compared, describe_update
 from jmpscale._diagnosis.tell.phrases import by
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
-from jmpscale._diagnosis.trace.rounded import find_rounded
 
 _IGNORED = (
     "No gradient depends on the dynamic loss scale: scale the loss with this scaler, or create the optimizer with "
@@ -28,7 +29,8 @@ def tell(examined: Examined) -> list[Told]:
     """Describes what half precision does to a step, and what to change."""
     groups = [examined, *examined.others]
     gradients, update = _describe_groups(groups), describe_update(examined)
-    notes = [*describe_comparison(examined.not_entered, examined.step.precision)], _notes(examined)
+    indices = [describe_wrong_indices(examined, examined.wrong_indices)] if examined.wrong_indices else []
+    notes = [*describe_comparison(examined.not_entered, examined.step.precision), *indices], _notes(examined)
     if update:
         first = [*update, *gradients] if all(x.is_accurate for x in groups) else [*gradients, *update]
         return [*notes[0], *first, *notes[1]]
@@ -80,7 +82,8 @@ def _notes(examined: Examined) -> list[Told]:
     notes += describe_not_compared(examined.update.not_compared)
     if step.may_be_state:
         notes.append(Told(_may_be_state(step.may_be_state)))
-    return [*notes, *describe_rounded(find_rounded(step.of_gradients))]
+    drawn = describe_coarse_choices(examined.coarse_choices)
+    return [*notes, *describe_coarse_inputs(examined.coarse_inputs), *drawn]
 
 
 def _may_be_state(names: Sequence[str]) -> str:

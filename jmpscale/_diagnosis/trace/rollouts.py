@@ -28,15 +28,30 @@ def run_rollouts(program: Program) -> Program:
     variables = [x for eqn in loops for x in eqn.outvars if x in read]
     if not variables:
         return program
-    values = _evaluate(program, variables)
+    first = _first_of_equal(loops)
+    needed = list(dict.fromkeys(first.get(x, x) for x in variables))
+    found = dict(zip(needed, _evaluate(program, needed), strict=True))
+    values = [found[first.get(x, x)] for x in variables]
     if not all(bool(jnp.isfinite(x).all()) for x in values if is_inexact(x)):
         return program
-    jaxpr, found = program.jaxpr, set(map(id, loops))
-    eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in found]
+    jaxpr, removed = program.jaxpr, set(map(id, loops))
+    eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in removed]
     consts, names = [*program.consts, *values], (*program.names, *[""] * len(values))
     # In JAX 0.12, the variables of constants that are not attached are inputs.
     closed = core.ClosedJaxpr(jaxpr.replace(constvars=[*jaxpr.constvars, *variables], eqns=eqns), consts)
     return Program(without_dead_code(closed.jaxpr), consts, names)
+
+
+def _first_of_equal(loops: list[core.JaxprEqn]) -> dict[Any, Any]:
+    """Returns the results of a loop for those of an equal one: a step that is cut at its gradients has some twice."""
+    first: dict[Any, core.JaxprEqn] = {}
+    found = {}
+    for eqn in loops:
+        bodies = tuple(map(id, held_jaxprs(eqn)))
+        operands = tuple(id(x) if isinstance(x, core.Literal) else x for x in eqn.invars)
+        equal = first.setdefault((bodies, operands), eqn)
+        found.update(zip(eqn.outvars, equal.outvars, strict=True))
+    return found
 
 
 def _find_loops(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:

@@ -9,6 +9,7 @@ from jax.extend import core
 
 from jmpscale._base.tree import PyTree, check_no_refs
 from jmpscale._base.types import is_narrow
+from jmpscale._diagnosis.trace.choices import find_choices
 from jmpscale._diagnosis.trace.cut import Update, cut, evaluate_given
 from jmpscale._diagnosis.trace.expose import evaluate
 from jmpscale._diagnosis.trace.gradients import Gradients
@@ -59,7 +60,8 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
         _may_be_state([x for x in found if x not in matches], out, dependence),
         loss is not None,
         tuple(zip(arrays.names, arrays.values, strict=True)),
-        tuple(arrays.scalers),
+        scalers=tuple(arrays.scalers),
+        choices=tuple(find_choices(written.jaxpr)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from jmpscale._diagnosis.trace.choices import Choice
 from jmpscale._diagnosis.trace.cut import Update
 from jmpscale._diagnosis.trace.program import Program, Result
 from jmpscale._diagnosis.trace.scalers import StepScaler
@@ -20,6 +21,7 @@ class TracedStep(NamedTuple):
     arguments: tuple[tuple[str, Any], ...] = ()  # the leaves of its arguments, with their names
     scalers: tuple[StepScaler, ...] = ()  # of a step; the program has a loss scale for each of several
     ignores_scaler: bool = False  # whether no gradient depends on the scale of a dynamic scaler
+    choices: tuple[Choice, ...] = ()  # by random numbers in half precision
     kept: tuple[str, ...] = ()  # the matmuls that autocast leaves in float32, with the reason
 
     @property
