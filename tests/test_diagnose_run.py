@@ -63,6 +63,7 @@ def test_diagnose_run_accuses_no_right_run(make, state):
     assert run.diagnosis is None
 
 
+@pytest.mark.full
 def test_diagnose_run_finds_an_overflow_that_an_argmax_hides():
     """The loss is finite, some ordinary steps are skipped, and each single step that overflows looks like them."""
     run, _ = runs.diagnosed(runs.transported(), 150)
@@ -156,6 +157,7 @@ def test_diagnose_run_compares_a_float32_program_with_itself():
     assert {change.name for change in run.changes} == {"state['params']['a']", "state['params']['b']"}
 
 
+@pytest.mark.full
 def test_diagnose_run_diagnoses_the_step_that_loses_a_change():
     """It is neither the first step nor the last one, and a counter in bfloat16 rounds nothing before it."""
 
@@ -184,6 +186,7 @@ def test_diagnose_run_leaves_the_state_of_the_caller_unchanged():
     chex.assert_trees_all_equal(params, HALF)
 
 
+@pytest.mark.full
 def test_diagnose_run_takes_python_numbers_of_the_state():
     """A train state of Flax begins with `step=0`, and tests of Python read a number that does not change."""
     model = linen.Dense(1)
@@ -217,6 +220,7 @@ class Model(nnx.Module):
         return self.dense(self.dropout(self.norm(x)))
 
 
+@pytest.mark.full
 def test_diagnose_run_feeds_objects_of_nnx_back():
     model = Model()
     optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
@@ -334,6 +338,7 @@ def test_diagnose_run_traces_once_and_compiles_each_form_once():
 # --- devices
 
 
+@pytest.mark.full
 def test_diagnose_run_runs_where_the_arguments_are():
     mesh = meshes.make_mesh(data=4, model=2)
     rows_, columns = jax.NamedSharding(mesh, jax.P("data")), jax.NamedSharding(mesh, jax.P(None, "model"))
@@ -357,6 +362,7 @@ def test_diagnose_run_runs_on_an_explicit_mesh():
         jmpscale.diagnose_run(descend, [BATCH])(params)
 
 
+@pytest.mark.full
 def test_diagnose_run_runs_shard_map():
     mesh = meshes.make_mesh(d=4)
 

@@ -243,6 +243,7 @@ def test_diagnose_step_of_several_scalers_on_each_device_names_the_one_that_does
     assert found.loss_scale == 2.0**8
 
 
+@pytest.mark.full
 def test_diagnose_step_of_losses_in_turn_compares_those_of_this_step():
     def step(state, i):
         def large(state):

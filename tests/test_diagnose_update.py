@@ -257,6 +257,7 @@ def of_members(params, x, y, rates):
     return params, losses.mean()
 
 
+@pytest.mark.full
 def test_diagnose_step_names_a_slice_of_a_stacked_leaf():
     """Of eight members, the last ones have rates at which rounding removes their changes; the others hide them."""
     stacked = tree_map(lambda p: jnp.stack([p] * 8), NARROW)

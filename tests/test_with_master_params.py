@@ -388,6 +388,7 @@ def test_with_master_params_can_be_donated():
     assert_rounded(params, copies_of(opt_state))
 
 
+@pytest.mark.full
 def test_with_master_params_trains_an_ensemble():
     tx = jmpscale.with_master_params(jmpscale.with_loss_scaling(ADAMW))
     members = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), jmpscale.cast(PARAMS, jnp.bfloat16))
@@ -441,6 +442,7 @@ def test_with_master_params_follows_parameters_of_a_checkpoint_beside_a_new_stat
 # --- devices ---
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=full)])
 def test_with_master_params_has_copies_with_the_sharding_of_their_parameters(dtype):
     mesh = make_mesh()
@@ -460,6 +462,7 @@ def test_with_master_params_has_copies_with_the_sharding_of_their_parameters(dty
     assert jmpscale.get_scaler(opt_state).total_skips == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["inside", "outside"])
 def test_with_master_params_under_shard_map_shards_the_copies(name):
     """Each device holds a part of the parameters and of the copies, as in hand-written FSDP."""
@@ -566,6 +569,7 @@ def equinox(tx, dtype):
 FRAMEWORKS = {"Linen": linen, "NNX": nnx_optimizer, "Equinox": equinox}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrapped", ["outside", pytest.param("inside", marks=full)])
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=full)])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -584,6 +588,7 @@ def test_with_master_params_trains_and_skips_in(framework, dtype, wrapped):
     assert jmpscale.get_scaler(opt_state).consecutive_skips == 1
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:update does not see that the loss is not finite")  # a TrainState passes no loss
 @pytest.mark.parametrize("wrapped", ["outside", pytest.param("inside", marks=full)])
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=full)])
@@ -600,6 +605,7 @@ def test_check_step_and_diagnose_step_accept_with_master_params_in(framework, dt
         assert diagnosis.findings == ()
 
 
+@pytest.mark.full
 def test_diagnose_step_names_parameters_whose_updates_change_outside_of_with_master_params():
     tx = optax.chain(jmpscale.with_master_params(optax.scale_by_adam()), optax.scale(-3e-4))
     params = jmpscale.cast(PARAMS, jnp.bfloat16)

@@ -23,6 +23,11 @@ def is_narrow(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, np.floating) and dtype.itemsize < 4
 
 
+def is_below_half(x: Any) -> bool:
+    """Tests whether an array, or a type, has floating-point numbers of fewer bits than float16, such as float8."""
+    return is_narrow(x) and x.dtype.itemsize < 2
+
+
 def is_half(x: Any) -> bool:
     """Tests whether an array, or a type, has numbers in bfloat16 or float16."""
     return getattr(x, "dtype", None) in (jnp.bfloat16, np.float16)

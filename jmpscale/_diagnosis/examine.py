@@ -13,6 +13,7 @@ from jmpscale._diagnosis.search.factors import find_factors
 from jmpscale._diagnosis.search.fit import Fit, Present, find_fit
 from jmpscale._diagnosis.search.inputs import find_coarse_inputs
 from jmpscale._diagnosis.search.integers import find_wrong_indices
+from jmpscale._diagnosis.search.layers import find_layers
 from jmpscale._diagnosis.search.lines import find_suspects
 from jmpscale._diagnosis.search.reference import find_changes_of_reference
 from jmpscale._diagnosis.search.repair import Repair, find_repair
@@ -73,18 +74,20 @@ def _examine_gradients(
     alone = {}
     if lines or fit.error >= trials.accepted.small:
         alone = trials.errors_alone(round(math.log2(scale_of_rows(fit, repair))))
+    suspects = find_suspects(trials, fit, alone) if repair is None and factors is None else None
     return Examined(
         step,
         trials,
         fit,
         repair,
         alone,
-        find_suspects(trials, fit, alone) if repair is None and factors is None else None,
+        suspects,
         find_advice(fit, is_compared=bool(trials.decisive.any()) and changes is None, is_repaired=repair is not None),
         find_advice_then(present, lines),
         factors,
         changes,
         _find_sensitive_loss(trials, fit, repair),
+        layers=find_layers(step, trials, fit, repair, suspects),
     )
 
 

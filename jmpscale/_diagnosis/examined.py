@@ -14,6 +14,7 @@ from jmpscale._diagnosis.search.draws import CoarseChoice
 from jmpscale._diagnosis.search.fit import Fit, Present
 from jmpscale._diagnosis.search.inputs import CoarseInput
 from jmpscale._diagnosis.search.integers import WrongIndices
+from jmpscale._diagnosis.search.layers import NO_LAYERS, Layers
 from jmpscale._diagnosis.search.lines import Suspects
 from jmpscale._diagnosis.search.repair import Repair
 from jmpscale._diagnosis.search.update import Update
@@ -49,6 +50,7 @@ class Examined(NamedTuple):
     wrong_indices: WrongIndices | None = None
     coarse_inputs: tuple[CoarseInput, ...] = ()
     coarse_choices: tuple[CoarseChoice, ...] = ()
+    layers: Layers = NO_LAYERS  # at fault
     others: tuple["Examined", ...] = ()  # of a step with several scalers: the gradients of the others
 
     @property
@@ -104,6 +106,10 @@ class Examined(NamedTuple):
     def each_name(self, paths: Collection[Path]) -> tuple[str, ...]:
         """Returns the names of lines."""
         return tuple(dict.fromkeys(self.name(path, paths) for path in paths))
+
+    def names_of_layers(self, part: Part) -> tuple[str, ...]:
+        """Returns the names of the layers in which a line is wrong, of several that run it."""
+        return self.layers[part].names if part in self.layers else ()
 
     def names(self, paths: Collection[Path]) -> str:
         """Returns the names of lines, as in `a, b and c`."""

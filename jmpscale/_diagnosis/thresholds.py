@@ -132,7 +132,8 @@ LARGEST_SET = 12  # lines that are found one by one, each in about log2(n) runs 
 TRIED_ALONE = 64  # parts of which each one is run alone, more than the rows of a table by default
 SAMPLES = 1024  # of the indices that one operation makes
 MOST_INPUTS = 4  # that are too coarse, each found in about log2(n) runs
-MOST_CASTS = 3  # casts of a line that are named, each found in about log2(n) runs: of more, the line is the cause
+# Casts or layers of a line that are named, each found in about log2(n) runs: of more, the line is the cause.
+MOST_NAMED = 3
 
 # --- Which scaler is advised. ---
 

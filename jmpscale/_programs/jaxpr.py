@@ -13,7 +13,7 @@ import jax
 from jax.extend import core
 
 from jmpscale._algorithm.scaling import jmpscale_scale, jmpscale_unscale
-from jmpscale._programs.scopes import is_backward, is_recomputed, runs_as_written
+from jmpscale._programs.scopes import is_backward, is_recomputed, named_scopes, runs_as_written
 from jmpscale._programs.source import is_library_function, user_lines
 
 Jaxpr = core.Jaxpr | core.ClosedJaxpr  # one class from JAX 0.12 on
@@ -55,6 +55,7 @@ class Caller(NamedTuple):
     holder: str = ""  # the primitive around the jaxpr that `rewrite` does not enter, as in `inner_holder`
     depth: int = 0  # of the lines, as for `user_lines`
     as_written: bool = False  # whether an interpreter runs the equations as they are written
+    scopes: tuple[str, ...] = ()  # that a user or a module has named, around the jaxpr, outermost first
     calls: tuple[int, ...] = ()  # the identities of the equations around the jaxpr, because JAX may use it in several
 
     def key_of(self, eqn: core.JaxprEqn) -> "Key":
@@ -72,6 +73,10 @@ class Caller(NamedTuple):
     def runs_as_written(self, eqn: core.JaxprEqn) -> bool:
         """Tests whether an interpreter runs an equation of the jaxpr as it is written, whatever its rule is."""
         return self.as_written or runs_as_written(eqn)
+
+    def scopes_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
+        """Returns the named scopes of an equation of the jaxpr, outermost first."""
+        return named_scopes(eqn, self.scopes)
 
     def path_of(self, eqn: core.JaxprEqn, *, of_call: bool = False) -> tuple[str, ...]:
         """Returns the user's lines that lead to an equation of the jaxpr, outermost first, as `user_lines`."""
@@ -97,7 +102,8 @@ class Caller(NamedTuple):
         # A function of this package, such as a gate, calls functions of the user and of optimizers.
         path, depth = self.path_of(eqn, of_call=not in_library), self.depth
         written = self.runs_as_written(eqn)
-        return Caller(path, (function, file), in_library, backward, recomputed, holder, depth, written, calls)
+        scopes = self.scopes_of(eqn)
+        return Caller(path, (function, file), in_library, backward, recomputed, holder, depth, written, scopes, calls)
 
 
 Key = tuple[int, Caller]  # of an equation in one of its calls

@@ -3,11 +3,14 @@
 The equations of a compiled function have the scopes of its own trace only; `Caller` adds those around them.
 """
 
+import itertools
 from typing import Any
 
 from jax.extend import core
 
 from jmpscale._base.as_written import SCOPE
+
+_RECOMPUTED = "rematted_computation"
 
 
 def runs_as_written(eqn: core.JaxprEqn) -> bool:
@@ -34,7 +37,21 @@ def is_in_inner_gradient(eqn: core.JaxprEqn) -> bool:
 
 def is_recomputed(eqn: core.JaxprEqn) -> bool:
     """Tests whether `jax.checkpoint` repeats an equation in the backward pass."""
-    return any(scope.name == "rematted_computation" for scope in _scopes(eqn))
+    return any(scope.name == _RECOMPUTED for scope in _scopes(eqn))
+
+
+def named_scopes(eqn: core.JaxprEqn, around: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Returns the scopes that a user or a module has named, outermost first, with those around the jaxpr.
+
+    The name of a transformation stands before the scopes that it transforms. JAX repeats the scopes around
+    `jax.checkpoint` in the backward pass, as in `transpose(jvp(Model))/jvp(Model)`.
+    """
+    found = around
+    for is_named, group in itertools.groupby(_scopes(eqn), lambda scope: type(scope).__name__ == "Scope"):
+        names = tuple(scope.name for scope in group if scope.name not in (SCOPE, _RECOMPUTED))
+        if is_named:
+            found = names if names[: len(found)] == found else (*found, *names)
+    return found
 
 
 def _transformations(eqn: core.JaxprEqn) -> list[str]:

@@ -17,9 +17,10 @@ _CAST = str(_PACKAGE / "_cast.py")
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](?!jmpscale[/\\]__main__)")
 # Packages whose lines say less than the lines of other installed packages that call them.
 _LIBRARY = re.compile(_INSTALLED.pattern + r"(?:jax|flax|optax|equinox|haiku|chex|jmpscale)[/\\]")
-# The layers of these libraries, without the functions that call them.
+# The layers of these libraries, without the functions that call them, and without the float8 matmuls that Flax gives to
+# layers.
 _LAYERS = re.compile(
-    _INSTALLED.pattern + r"(?:flax[/\\]linen[/\\](?!module)|flax[/\\]nnx[/\\]nn[/\\]|equinox[/\\]nn[/\\]|"
+    _INSTALLED.pattern + r"(?:flax[/\\]linen[/\\](?!module|fp8_ops)|flax[/\\]nnx[/\\]nn[/\\]|equinox[/\\]nn[/\\]|"
     r"haiku[/\\]_src[/\\](?:attention|basic|conv|nets|recurrent)\b)"
 )
 _JAX = re.compile(_INSTALLED.pattern + r"jax[/\\]")

@@ -72,6 +72,10 @@ class ModalProgram:
         are_casts = site.operation == "convert_element_type" and None not in inputs
         return [i for i in inputs if i is not None] if are_casts else []
 
+    def keys(self, site: Site) -> list[Key]:
+        """Returns what identifies the operations of a site, in the order of their modes."""
+        return [x.key for x in self._operations(site)]
+
     def is_recomputed(self, site: Site) -> bool:
         """Tests whether the operations of a site compute values of the forward pass again in the backward pass."""
         return all(x.backward and not x.is_transposed for x in self._operations(site))

@@ -205,8 +205,6 @@ class GradientTrials:
         found: Measured = measure(self.unscaled(outputs, scale), self.reference if reference is None else reference)
         is_finite = not found.severity[1:][self.is_compared].any()
         errors = np.where(self.decisive, found.errors[1:], 0.0) if is_finite else np.full_like(found.errors[1:], np.inf)
-        slices = errors[len(self.reference) - 1 :]
-        slices[slices < self.accepted.small] = 0.0  # a small error has the name of the whole gradient
         is_wrong = found.errors[0] > self._largest_loss_error and (self._group is None or self._group.has_loss)
         return errors, float(found.errors[0]) if is_wrong else 0.0
 

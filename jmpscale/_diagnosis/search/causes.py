@@ -2,13 +2,16 @@
 
 import enum
 import itertools
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from jmpscale._diagnosis.run.modes import Mode, Site
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.lines import Lines
-from jmpscale._diagnosis.thresholds import MOST_CASTS, SAME_SIZE
+from jmpscale._diagnosis.thresholds import MOST_NAMED, SAME_SIZE
+
+Groups = Sequence[Collection[int]]  # the numbers of operations of a site, each of them once
 
 
 class Reason(enum.Enum):
@@ -78,43 +81,58 @@ def find_causes(trials: GradientTrials, lines: Lines, *, finite: bool) -> list[C
 def find_casts(trials: GradientTrials, cause: Cause, lines: Lines) -> WrongCasts | None:
     """Finds the few casts of a line of which each one is wrong if it alone computes as it is written.
 
-    If the line overflows or underflows, a cast that only rounds does not count, although the overflow may amplify its
-    rounding. Returns None if there are none, or many, as if the line casts one argument; and if the line is still wrong
-    with these casts in float32.
+    Returns None if there are none, or many, as if the line casts one argument; and if the line is still wrong with
+    these casts in float32.
     """
-    site, kept = cause.site, trials.kept(lines.paths)
-    inputs = trials.program.cast_inputs(site)
+    inputs = trials.program.cast_inputs(cause.site)
     names = [trials.program.names[i] for i in inputs]
     if len(names) < 2 or not all(names):  # a cast of an array that is not an argument
         return None
+    found = find_wrong_groups(trials, cause, lines, [[i] for i in range(len(names))])
+    return WrongCasts(cause.site, tuple(names[i] for i in found)) if found else None
+
+
+def find_wrong_groups(trials: GradientTrials, cause: Cause, lines: Lines, groups: Groups) -> list[int]:
+    """Finds the few groups of operations of a line of which each one is wrong if it alone computes as it is written.
+
+    If the line overflows or underflows, a group that only rounds does not count, although the overflow may amplify its
+    rounding. Returns nothing if there are none, or many, or all of them; and if the line is still wrong with these
+    groups in float32.
+    """
+    site, kept = cause.site, trials.kept(lines.paths)
+    group_of = {i: number for number, group in enumerate(groups) for i in group}
 
     def error(chosen: Collection[int], mode: Mode, others: Mode = Mode.FLOAT32) -> float:
-        of_casts = tuple(mode if i in chosen else others for i in range(len(names)))
-        return trials.error(kept | {site: of_casts}, Mode.AS_WRITTEN, lines.exponent)
+        modes = tuple(mode if group_of[i] in chosen else others for i in range(len(group_of)))
+        return trials.error(kept | {site: modes}, Mode.AS_WRITTEN, lines.exponent)
 
     def is_wrong(chosen: range) -> bool:
         as_written = error(chosen, Mode.AS_WRITTEN)
-        if as_written <= lines.limit or cause.reason in (Reason.ROUNDING, Reason.OVERFLOW_AND_ROUNDING):
+        is_certain = math.isinf(as_written) or cause.reason in (Reason.ROUNDING, Reason.OVERFLOW_AND_ROUNDING)
+        if as_written <= lines.limit or is_certain:
             return as_written > lines.limit
         return as_written > SAME_SIZE * error(chosen, Mode.RANGE)  # equal without values out of range
 
-    found = _few(len(names), is_wrong)
-    if not 0 < len(found) <= min(MOST_CASTS, len(names) - 1):
-        return None
+    found = few(len(groups), is_wrong)
+    if not found:
+        return []
     without = error(found, Mode.FLOAT32, Mode.AS_WRITTEN)
-    if without > lines.limit and not without < error(range(len(names)), Mode.AS_WRITTEN) / SAME_SIZE:
-        return None
-    return WrongCasts(site, tuple(names[i] for i in sorted(found)))
+    if without > lines.limit and not without < error(range(len(groups)), Mode.AS_WRITTEN) / SAME_SIZE:
+        return []
+    return found
 
 
-def _few(count: int, is_wrong: Callable[[range], bool]) -> list[int]:
-    """Returns the integers below `count` that are wrong, by bisection; more than `MOST_CASTS` if there are more."""
+def few(count: int, is_wrong: Callable[[range], bool]) -> list[int]:
+    """Returns the integers below `count` that are wrong, by bisection; none if they are more than `MOST_NAMED`, or all.
+
+    A range is wrong if one of its integers is.
+    """
     found: list[int] = []
     pending = [range(count)]
-    while pending and len(found) <= MOST_CASTS:
+    while pending and len(found) <= MOST_NAMED:
         chosen = pending.pop()
         if is_wrong(chosen):
             middle = len(chosen) // 2
             found += chosen if middle == 0 else []
             pending += [chosen[middle:], chosen[:middle]] if middle else []
-    return found
+    return sorted(found) if len(found) <= min(MOST_NAMED, count - 1) else []

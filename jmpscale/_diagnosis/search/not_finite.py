@@ -1,6 +1,7 @@
 """Finds what makes a step infinite or NaN, in float32 too, by running the step without it."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,9 +9,12 @@ import jax.numpy as jnp
 from jmpscale._base.tree import is_inexact
 from jmpscale._diagnosis.run.errors import measure
 from jmpscale._diagnosis.run.modal_program import ModalProgram
-from jmpscale._diagnosis.run.modes import REPAIR, Mode, Site
+from jmpscale._diagnosis.run.modes import REPAIR, Mode, Modes, Site
+from jmpscale._diagnosis.search.causes import Groups
 from jmpscale._diagnosis.search.smallest_set import smallest_set
+from jmpscale._diagnosis.thresholds import MOST_NAMED
 from jmpscale._diagnosis.trace.operations import Path
+from jmpscale._programs.jaxpr import Key
 from jmpscale._programs.source import SCALING
 
 
@@ -20,7 +24,7 @@ class RepairTrials:
     def __init__(self, program: ModalProgram) -> None:
         self._program = program
 
-    def _severity(self, modes: dict[Site, Mode], consts: list[Any] | None = None) -> float:
+    def _severity(self, modes: Modes, consts: list[Any] | None = None) -> float:
         """Returns the `severity` of the loss and the gradients."""
         outputs, _ = self._program.run(1.0, modes, Mode.FLOAT32, consts)
         return measure(outputs, outputs).severity.max()
@@ -29,6 +33,22 @@ class RepairTrials:
         """Tests whether a step is finite with zeros in place of the infinities and NaN of its arguments."""
         consts = self._program.consts
         return not self._severity({}, [jnp.nan_to_num(x, posinf=0, neginf=0) if is_inexact(x) else x for x in consts])
+
+    def keys(self, site: Site) -> list[Key]:
+        """Returns what identifies the operations of a site."""
+        return self._program.keys(site)
+
+    def origins(self, site: Site, groups: Groups) -> list[int]:
+        """Returns the few groups of operations of a site that must be repaired; none if all must, or more."""
+
+        def is_finite(repaired: Sequence[int]) -> bool:
+            chosen = {i for number in repaired for i in groups[number]}
+            count = sum(map(len, groups))
+            modes = tuple(Mode.REPAIRED if i in chosen else Mode.FLOAT32 for i in range(count))
+            return not self._severity({site: modes})
+
+        found = smallest_set(range(len(groups)), is_finite) or []
+        return sorted(found) if len(found) <= min(MOST_NAMED, len(groups) - 1) else []
 
     def origin(self) -> Site | None:
         """Returns the first operation whose infinities or NaN reach the outputs; None if it was not entered."""

@@ -21,6 +21,7 @@ class Repair(NamedTuple):
     overflows: bool = False  # whether results overflow, or underflow, and cause a moderate error
     lines: Lines | None = None  # that must compute in float32; None if the step is wrong in float32, too
     cause: Cause | None = None  # where the error begins; None if no lines must change
+    causes: Mapping[Part, Cause] = MappingProxyType({})  # the first one of each part, if it is wrong alone
     casts: Mapping[Part, WrongCasts] = MappingProxyType({})  # of the lines that cast several arguments
     scales_with_float32_results: Scales | None = None  # of `autocast`, if it has others
 
@@ -57,4 +58,4 @@ def find_repair(trials: GradientTrials, fit: Fit, with_float32_results: Callable
     causes = find_causes(trials, lines, finite=finite)
     first = {x.site.part: x for x in reversed(causes)}  # the first cause of each part
     casts = {part: found for part, x in first.items() if (found := find_casts(trials, x, lines))}
-    return Repair(overflows, lines, causes[0], casts, in_form)
+    return Repair(overflows, lines, causes[0], first, casts, in_form)

@@ -9,7 +9,14 @@ from jmpscale._diagnosis.examined import Examined
 from jmpscale._diagnosis.run.fitting_scales import Errors, largest
 from jmpscale._diagnosis.tell.describe_factors import describe_factors
 from jmpscale._diagnosis.tell.describe_lines import describe_lines
-from jmpscale._diagnosis.tell.phrases import by, by_gradient, describe_alone, describe_edit, name_of_worst
+from jmpscale._diagnosis.tell.phrases import (
+    by,
+    by_gradient,
+    describe_alone,
+    describe_edit,
+    describe_layers,
+    name_of_worst,
+)
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
 from jmpscale._diagnosis.thresholds import CHANGE, MARGIN, NOISE, OTHER_SCALES, TOLERANCE
@@ -77,7 +84,7 @@ def _describe_reference(examined: Examined, changes: Errors) -> Told:
 
 def _describe_no_half(examined: Examined) -> str:
     if not examined.present.has_scaler:
-        return "The gradients have no result in half precision."
+        return f"The gradients have no result in {examined.step.precision}."
     return (
         "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its matmuls "
         'to half precision, except those with precision="highest" and contractions of at most 4 elements.'
@@ -110,11 +117,12 @@ def _describe_rounding(examined: Examined, begin: str, errors: Errors | None) ->
     if examined.suspects is None:
         return f"{text} Compare a short run with one in float32."
     part, alone, paths, remaining = examined.suspects
-    names = examined.names(paths)
+    names, layers = examined.names(paths), describe_layers(examined, part)
+    mostly = f", mostly by its operations {layers}" if layers else ""
     these = "this line" if len(paths) == 1 else "these lines"
     return (
-        f"{text}{describe_alone(examined, part, alone)}; with {names} in float32, {by(remaining)}. Compare a short run "
-        f"with {these} in float32{describe_edit(examined, paths)}, and keep the change if its loss is lower."
+        f"{text}{describe_alone(examined, part, alone)}{mostly}; with {names} in float32, {by(remaining)}. Compare a "
+        f"short run with {these} in float32{describe_edit(examined, paths)}, and keep the change if its loss is lower."
     )
 
 

@@ -10,7 +10,14 @@ from jmpscale._diagnosis.search.advice import advise
 from jmpscale._diagnosis.search.causes import Cause, Reason
 from jmpscale._diagnosis.search.lines import Lines
 from jmpscale._diagnosis.search.repair import Repair
-from jmpscale._diagnosis.tell.phrases import by, by_gradient, describe_alone, describe_edit, name_of_worst
+from jmpscale._diagnosis.tell.phrases import (
+    by,
+    by_gradient,
+    describe_alone,
+    describe_edit,
+    describe_layers,
+    name_of_worst,
+)
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
 from jmpscale._diagnosis.thresholds import LARGEST_SET, MARGIN
@@ -37,6 +44,7 @@ def describe_lines(examined: Examined, repair: Repair) -> Told:
         _error(examined),
         repair.lines.scales.smallest_error,
         examined.advice_then.scaler if examined.advice_then else None,
+        examined.names_of_layers(repair.cause.site.part),
     )
     return Told(f"{cause} {remedy}", finding)
 
@@ -79,11 +87,11 @@ def _describe_combined_operations(examined: Examined) -> Told:
 def _describe_cause(examined: Examined, repair: Repair, cause: Cause, lines: Lines) -> str:
     site, statistics = cause.site, examined.statistics[cause.site]
     if cause.reason is Reason.ROUNDING:
-        place = examined.names([site.part.path]) + _casts(repair, site)
+        place = examined.names([site.part.path]) + _which(examined, repair, site)
         return f"{_describe_rounded(examined)} The error begins at {place}."
-    casts = _casts(repair, site)
-    name, limit = f"{site.operation} at {examined.name(site.part.path)}{casts}", site.limit
-    if casts:
+    which = _which(examined, repair, site)
+    name, limit = f"{site.operation} at {examined.name(site.part.path)}{which}", site.limit
+    if which:
         name += ","  # after an insertion
     if cause.reason is Reason.UNDERFLOW:
         fraction = format_percentage(statistics.tiny)
@@ -110,10 +118,12 @@ def _describe_rounded(examined: Examined) -> str:
     return f"{_difference(examined)}: rounding, not range."
 
 
-def _casts(repair: Repair, site: Site) -> str:
-    """Returns which of the arguments that a line casts are wrong, if not all of them are."""
+def _which(examined: Examined, repair: Repair, site: Site) -> str:
+    """Returns which of the arguments that a line casts, or of the layers that run it, are wrong, if not all are."""
     casts = repair.casts.get(site.part)
-    return f", in the cast of {enumerate_names(casts.names)}" if casts and casts.site == site else ""
+    if casts and casts.site == site:
+        return f", in the cast of {enumerate_names(casts.names)}"
+    return f", {layers}" if (layers := describe_layers(examined, site.part)) else ""
 
 
 def _remedy(examined: Examined, repair: Repair, cause: Cause, lines: Lines) -> str:
@@ -151,7 +161,7 @@ def _promise_of_lines(examined: Examined, lines: Lines) -> str:
     """Describes the errors and the scales with lines in float32."""
     is_all = not examined.not_entered and set(lines.paths).issuperset(examined.trials.program.paths)
     if is_all and examined.advice_then is None:
-        return "then the gradients have no result in half precision"
+        return f"then the gradients have no result in {examined.step.precision}"
     return _promise(examined, lines.scales)
 
 

@@ -6,6 +6,7 @@ from jmpscale._base.text import enumerate_names
 from jmpscale._diagnosis.arguments import non_finite
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.fit import Present
+from jmpscale._diagnosis.search.layers import find_layers_not_finite
 from jmpscale._diagnosis.search.not_finite import RepairTrials
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
@@ -26,6 +27,9 @@ def describe_not_finite(step: TracedStep, trials: GradientTrials, present: Prese
             "was not measured: give this operation operands in float32, and diagnose again."
         )
         return Told(text, DiagnosisFinding(kind, lines=(site.part.path[-1],) if site else ()))
+    layers = find_layers_not_finite(step, repair, site)
+    if layers:
+        where = f"{where}, {layers.describe()},"
     helps = "No loss scale helps: correct this line." if present.has_scaler else "Correct this line."
     text = (
         f"The result of {where} is not finite in the float32 run either, and reaches the loss or a gradient. {helps} "
@@ -33,7 +37,8 @@ def describe_not_finite(step: TracedStep, trials: GradientTrials, present: Prese
         "where=; a derivative such as the derivative of a norm at zero; and a constant, such as 1e-8 or -1e9, that is "
         "zero or infinite in float16."
     )
-    return Told(text, DiagnosisFinding(kind, lines=(site.part.path[-1],)))
+    names = layers.names if layers else ()
+    return Told(text, DiagnosisFinding(kind, lines=(site.part.path[-1],), layers=names))
 
 
 def _describe_arguments(names: Sequence[str], present: Present) -> Told:

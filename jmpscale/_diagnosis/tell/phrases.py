@@ -19,9 +19,13 @@ def by(fraction: float) -> str:
 
 
 def by_gradient(examined: Examined, errors: Errors | None) -> str:
-    """Returns the largest error, with the gradient that has it, and its part of the norm if the error is not small."""
+    """Returns the largest error, with the gradient that has it, and its part of the norm if the error is not small.
+
+    A slice along the first axis of a gradient is named only if its error is not small.
+    """
     if errors is None or not len(errors):
         return by(math.inf if errors is None else 0.0)
+    errors = named_errors(examined, errors)
     name, text = name_of_worst(examined, errors), by(largest(errors))
     if not name:
         return text
@@ -32,6 +36,11 @@ def by_gradient(examined: Examined, errors: Errors | None) -> str:
     return f"{text}, in {name}, which has {format_percentage(share)} of their norm"
 
 
+def named_errors(examined: Examined, errors: Errors) -> Errors:
+    """Returns the errors of the gradients alone if the errors of their slices are small, too."""
+    return errors[: len(examined.step.gradients)] if largest(errors) < examined.trials.accepted.small else errors
+
+
 def name_of_worst(examined: Examined, errors: Errors) -> str:
     """Returns the name of the gradient with the largest error; empty if there is none, or the error is infinite."""
     return examined.trials.names[int(np.argmax(errors))] if 0 < largest(errors) < math.inf else ""
@@ -40,7 +49,13 @@ def name_of_worst(examined: Examined, errors: Errors) -> str:
 def describe_alone(examined: Examined, part: Part, error: float) -> str:
     """Names a line with its error alone."""
     which = "backward" if part.backward else "forward"
-    return f" With only the {which} pass of {examined.name(part.path)} in half precision, they differ {by(error)}"
+    line, precision = examined.name(part.path), examined.step.precision
+    return f" With only the {which} pass of {line} in {precision}, they differ {by(error)}"
+
+
+def describe_layers(examined: Examined, part: Part) -> str:
+    """Names the layers in which a line is wrong, as in `in Model/Block_7`; empty if they are not known."""
+    return examined.layers[part].describe() if part in examined.layers else ""
 
 
 def describe_leaves(leaves: Sequence[Result]) -> str:

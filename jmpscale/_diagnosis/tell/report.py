@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
@@ -15,6 +15,7 @@ from jmpscale._state import ScalerState
 _WIDTH = 100  # columns
 _RANGE = {"headroom", "overflow", "tiny"}  # columns
 _LARGE_HEADROOM = 64  # bits: float16 has at most 40
+_LONGEST_LAYER = 24  # characters of a cell
 _SHOWN = 8  # operations that were not entered
 
 
@@ -39,6 +40,9 @@ class DiagnosisRow:
         more than 64 rows.
       casts: for a line that casts several arguments, such as a tree of parameters: the names of those that are wrong
         alone, such as `params['w']`. They are measured if an error begins in this row; none if more than 3 are wrong.
+      layers: for a line that several layers run: those in which the error begins, such as `Model/Block_7`, by the
+        scopes of Flax Linen, Haiku and `jax.named_scope`, or the parameter that is read there, such as
+        `params['layers'][7]['w']`; none if more than 3, or most of them, are wrong.
     """
 
     line: str
@@ -51,6 +55,7 @@ class DiagnosisRow:
     in_lines: bool
     alone: float | None
     casts: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
 
     @property
     def backward(self) -> bool:
@@ -153,6 +158,7 @@ class DiagnosisFinding:
       error_then: the largest relative error after the remedy; None if it was not measured.
       scaler: the scaler that is right after the remedy, in place of the present one: if there are `lines`, once they
         compute in float32. None if the present one is right then.
+      layers: the layers in which it begins, as in `DiagnosisRow.layers`.
     """
 
     kind: FindingKind
@@ -162,6 +168,7 @@ class DiagnosisFinding:
     error: float | None = None
     error_then: float | None = None
     scaler: ScalerState | None = None
+    layers: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +263,7 @@ class Diagnosis:
 
     def _table(self, limit: int) -> str:
         shown = worst_first(self.rows)[:limit]
-        columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "tiny", "alone", "casts"]
+        columns = ["line", "pass", "dtype", "max_abs", "headroom", "overflow", "tiny", "alone", "casts", "layers"]
         # A column of numbers that were not measured, or that say nothing, is omitted.
         silent = _RANGE if all(map(_is_in_range, shown)) else set()
         filled = [x for x in zip(columns, *map(_cells, shown), strict=True) if any(x[1:]) and x[0] not in silent]
@@ -282,6 +289,15 @@ def _range_cells(row: DiagnosisRow) -> list[str]:
     return [f"{row.max_abs:.3g}", f"{row.headroom:.1f}", *fractions]
 
 
+def _layers_cell(layers: Sequence[str]) -> str:
+    """Returns the end of the first name, which tells layers apart, and the number of the others."""
+    if not layers:
+        return ""
+    others = f" (+{len(layers) - 1})" if len(layers) > 1 else ""
+    longest = _LONGEST_LAYER - len(others)
+    return f"{layers[0] if len(layers[0]) <= longest else f'...{layers[0][3 - longest :]}'}{others}"
+
+
 def _cells(row: DiagnosisRow) -> list[str]:
     return [
         row.line,
@@ -290,4 +306,5 @@ def _cells(row: DiagnosisRow) -> list[str]:
         *(["", "", "", ""] if math.isnan(row.max_abs) else _range_cells(row)),
         "" if row.alone is None else format_percentage(row.alone),
         ", ".join(row.casts),
+        "" if row.casts else _layers_cell(row.layers),
     ]

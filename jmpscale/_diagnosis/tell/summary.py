@@ -30,7 +30,7 @@ def tell(examined: Examined) -> list[Told]:
     groups = [examined, *examined.others]
     gradients, update = _describe_groups(groups), describe_update(examined)
     indices = [describe_wrong_indices(examined, examined.wrong_indices)] if examined.wrong_indices else []
-    notes = [*describe_comparison(examined.not_entered), *indices], _notes(examined)
+    notes = [*describe_comparison(examined.not_entered, examined.step.precision), *indices], _notes(examined)
     if update:
         first = [*update, *gradients] if all(x.is_accurate for x in groups) else [*gradients, *update]
         return [*notes[0], *first, *notes[1]]
@@ -48,14 +48,12 @@ def _describe_groups(groups: Sequence[Examined]) -> list[Told]:
     return told
 
 
-def describe_comparison(not_entered: Sequence[str]) -> list[Told]:
-    """Describes a comparison in which operations run in half precision; nothing if there are none."""
+def describe_comparison(not_entered: Sequence[str], precision: str) -> list[Told]:
+    """Describes a comparison in which operations run with fewer bits than float32; nothing if there are none."""
     if not not_entered:
         return []
     verb = "runs" if len(not_entered) == 1 else "run"
-    text = (
-        f"The comparison is not entirely float32: {enumerate_names(not_entered)} {verb} in half precision in it, too."
-    )
+    text = f"The comparison is not entirely float32: {enumerate_names(not_entered)} {verb} in {precision} in it, too."
     return [Told(text, DiagnosisFinding(FindingKind.NOT_COMPARED, lines=tuple(not_entered)))]
 
 

@@ -8,6 +8,7 @@ from jmpscale._diagnosis.run.fitting_scales import largest
 from jmpscale._diagnosis.run.modes import Part, Site, Statistics
 from jmpscale._diagnosis.run.trials import GradientTrials
 from jmpscale._diagnosis.search.fit import Present
+from jmpscale._diagnosis.tell.phrases import named_errors
 from jmpscale._diagnosis.tell.report import Diagnosis, DiagnosisChange, DiagnosisRow
 from jmpscale._diagnosis.tell.summary import describe_comparison, tell
 from jmpscale._diagnosis.tell.told import Told, join
@@ -26,7 +27,7 @@ def write_report(examined: Examined) -> Diagnosis:
     return Diagnosis(
         loss=fit.loss if step.has_loss else None,
         loss_float32=trials.loss if step.has_loss else None,
-        gradient_error=max(x.fit.error for x in (examined, *examined.others)),
+        gradient_error=max(largest(named_errors(x, x.fit.errors)) for x in (examined, *examined.others)),
         loss_scale=present.scale,
         fitting_scales=(2.0 ** fitting[0], 2.0 ** fitting[1]) if fitting else None,
         scaler=_scaler(examined, told),
@@ -51,7 +52,7 @@ def _scaler(examined: Examined, told: Sequence[Told]) -> ScalerState | None:
 def report_not_finite(step: TracedStep, trials: GradientTrials, present: Present, told: Told) -> Diagnosis:
     """Returns the diagnosis of a step that is infinite or NaN in float32, too."""
     loss, errors = trials.loss_as_written(present.scale), trials.compare(trials.run_as_written(present.scale))[0]
-    every = [*describe_comparison(trials.names_not_entered), told]
+    every = [*describe_comparison(trials.names_not_entered, step.precision), told]
     return Diagnosis(
         loss=loss if step.has_loss else None,
         loss_float32=trials.loss if step.has_loss else None,
@@ -109,6 +110,7 @@ def _row(
         in_lines=in_lines,
         casts=casts[part].names if part in casts else (),
         alone=alone,
+        layers=examined.names_of_layers(part),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from jmpscale._base import cotangents
-from jmpscale._base.types import is_narrow
+from jmpscale._base.types import is_below_half, is_narrow
 from jmpscale._diagnosis.trace.passes import Pass, Passes
 from jmpscale._programs import flow
 from jmpscale._programs.float32 import keeps_dtype
@@ -26,6 +26,7 @@ _MOVES |= {"dynamic_update_slice", "gather", "layout_constraint", "mesh_cast", "
 _MOVES |= {"pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "rev", "scatter", "select_n"}
 _MOVES |= {"sharding_constraint", "slice", "sort", "split", "squeeze", "stop_gradient", "tile", "top_k", "transpose"}
 _MOVES |= {"unstack", cotangents.NAME}
+_CAST = "convert_element_type"
 _FLOAT32 = jnp.finfo(np.float32)
 _SUM = "add_any"  # the sum of the cotangents of a value with several uses
 
@@ -102,6 +103,11 @@ def moves_values(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name in _MOVES or keeps_dtype(eqn)
 
 
+def keeps_values(eqn: core.JaxprEqn) -> bool:
+    """Tests whether the results are the operands, moved, converted to another dtype, or added up as cotangents."""
+    return moves_values(eqn) or eqn.primitive.name in (_CAST, _SUM)
+
+
 def of_moved(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
     """Returns the labels of the operands, as a rule of a data flow, if the results consist of their values."""
     return flow.of_operands(eqn, caller, operands if moves_values(eqn) else [])
@@ -154,8 +160,12 @@ def operations_of_loss(jaxpr: core.Jaxpr) -> set[Key]:
 
 
 def autocast_lines(found: Iterable[Operation]) -> set[Path]:
-    """Returns the lines on which `autocast` converts a matmul: its conversions have the source of the matmul."""
+    """Returns the lines on which `autocast` converts a matmul: its conversions have the source of the matmul.
+
+    So do conversions to float8, which `autocast` does not make, if a derivative rule has both.
+    """
     casts = [x for x in found if _is_cast(x.eqn, to_narrow=True) and not x.backward]
+    casts = [x for x in casts if not is_below_half(type_of(x.eqn.outvars[0]))]
     matmuls = {_source(x.eqn) for x in found if x.eqn.primitive.name in MATMULS}
     return {path for x in casts if _source(x.eqn) in matmuls for path in x.paths}
 
@@ -178,13 +188,19 @@ def _with_deeper_lines(found: list[Operation], jaxpr: core.Jaxpr, depth: int) ->
     pairs = zip(found, paths, strict=True)
     deeper = [x._replace(paths=(path,)) if x.line == crowded and path else x for x, path in pairs]
     replaced = [y for x, y in zip(found, deeper, strict=True) if x.line == crowded]
-    several = {x.paths for x in replaced if depth == 1 or x.eqn.primitive.name in MATMULS}
+    # Below the line: JAX forgets its callers in some passes through a function with `jax.checkpoint`.
+    several = {_below(x.paths[0], crowded) for x in replaced if depth == 1 or x.eqn.primitive.name in MATMULS}
     return deeper if len(several) > 1 else found
+
+
+def _below(path: Path, line: str) -> Path:
+    """Returns the part of a path below a line."""
+    return path[path.index(line) + 1 :] if line in path else path
 
 
 def _is_cast(eqn: core.JaxprEqn, *, to_narrow: bool) -> bool:
     """Tests whether an operation converts a wide value to a narrow one, or a narrow value to a wide one."""
-    if eqn.primitive.name != "convert_element_type":
+    if eqn.primitive.name != _CAST:
         return False
     before, after = narrow_dtype(eqn.invars[0]), narrow_dtype(eqn.outvars[0])
     return (before is None) == to_narrow and (after is not None) == to_narrow

@@ -1,5 +1,6 @@
 """A training step as a program of the loss scale, and what it returns."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,7 +8,9 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from jmpscale._base.types import is_below_half
 from jmpscale._programs import flow
+from jmpscale._programs.jaxpr import equations, type_of
 
 
 class Program(NamedTuple):
@@ -24,6 +27,11 @@ class Program(NamedTuple):
     def first_outputs(self, count: int) -> "Program":
         """Returns a program that computes nothing but the first outputs of this one."""
         return self if count == len(self.jaxpr.outvars) else self.with_outputs(self.jaxpr.outvars[:count])
+
+    def has_below_half(self) -> bool:
+        """Tests whether the program has numbers of fewer bits than float16, such as float8."""
+        results = (x for eqn, _ in equations(self.jaxpr) for x in eqn.outvars)
+        return any(is_below_half(type_of(x)) for x in itertools.chain(self.jaxpr.constvars, results))
 
     def depends_on_scale(self) -> bool:
         """Tests whether an output depends on the loss scale, by data flow."""

@@ -25,6 +25,12 @@ class TracedStep(NamedTuple):
     kept: tuple[str, ...] = ()  # the matmuls that autocast leaves in float32, with the reason
 
     @property
+    def precision(self) -> str:
+        """The name of all that has fewer bits than float32: low precision if some has fewer than float16."""
+        programs = [self.program, *([self.update.program] if self.update else [])]
+        return "low precision" if any(x.has_below_half() for x in programs) else "half precision"
+
+    @property
     def of_gradients(self) -> Program:
         """The program of the loss and the gradients alone."""
         return self.program.first_outputs(1 + len(self.gradients))
