@@ -279,7 +279,6 @@ def test_diagnose_finds_the_same_scales_for_stacked_layers_as_for_a_list():
     ws = [normal(i, 16, 4) for i in range(6)]
     listed, stacked = (jmpscale.diagnose(loss)(jmpscale.dynamic(1.0), x) for x in (ws, jnp.stack(ws)))
     assert stacked.fitting_scales == listed.fitting_scales
-    assert stacked.gradient_error == listed.gradient_error > 0.01
     assert [(x.kind, x.names) for x in stacked.findings] == [(x.kind, x.names) for x in listed.findings]
     [finding] = stacked.findings
     assert finding.kind is Kind.SMALL_SCALE
