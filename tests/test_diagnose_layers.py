@@ -111,7 +111,7 @@ def flax_linen_remat(ws):
 
 class NNXModel(nnx.Module):
     def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(SIZE, SIZE, dtype=H, rngs=rngs) for _ in range(COUNT)])
+        self.layers = getattr(nnx, "List", list)([nnx.Linear(SIZE, SIZE, dtype=H, rngs=rngs) for _ in range(COUNT)])
 
     def __call__(self, h):
         for layer in self.layers:
