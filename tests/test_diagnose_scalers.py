@@ -291,9 +291,11 @@ def test_diagnose_step_names_a_line_that_must_change_for_two_scalers_once(both):
 
     def step(state):
         losses, new = [overflowing, overflowing if both else mean_square], dict(state)
+        values = []
         for name, scaler, loss_fn in zip(("large", "small"), ("sl", "ss"), losses, strict=True):
-            new[name], new[scaler], loss = loss_step(state, name, scaler, lambda p, f=loss_fn: f(p, 1.0), 1e-3)
-        return new, loss
+            new[name], new[scaler], value = loss_step(state, name, scaler, lambda p, f=loss_fn: f(p, 1.0), 1e-3)
+            values.append(value)
+        return new, values[0]
 
     found = jmpscale.diagnose_step(step)(state_of(4, 8))
     assert kinds(found) == ["FORWARD_OVERFLOW"] * (2 if both else 1)
