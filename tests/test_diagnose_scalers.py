@@ -284,18 +284,22 @@ def test_diagnose_step_of_one_scaler_does_not_name_it():
     assert jmpscale.diagnose_step(step)(state).summary.startswith("Loss scales from ")
 
 
-def test_diagnose_step_names_the_calls_of_a_line_that_must_change_for_two_scalers():
+@pytest.mark.parametrize("both", [True, False])
+def test_diagnose_step_names_the_calls_of_a_line_that_must_change(both):
     def overflowing(p, factor):
         h = X.astype(H) @ p["a"].astype(H) * H(3e4)
-        return factor * jnp.mean(jnp.tanh(h.astype(F) * 1e-5) @ p["b"])
+        return factor * jnp.mean(jnp.tanh(h.astype(F) * 1e-6) @ p["b"])
 
     def step(state):
-        large, sl, loss = loss_step(state, "large", "sl", lambda p: overflowing(p, LARGE), 1e-3)
-        small, ss, _ = loss_step(state, "small", "ss", lambda p: overflowing(p, 1.0), 1e-3)
-        return {"large": large, "small": small, "sl": sl, "ss": ss}, loss
+        losses, new = [overflowing, overflowing if both else mean_square], dict(state)
+        values = []
+        for name, scaler, loss_fn in zip(("large", "small"), ("sl", "ss"), losses, strict=True):
+            new[name], new[scaler], value = loss_step(state, name, scaler, lambda p, f=loss_fn: f(p, 1.0), 1e-3)
+            values.append(value)
+        return new, values[0]
 
     found = jmpscale.diagnose_step(step)(state_of(4, 8))
-    assert kinds(found) == ["FORWARD_OVERFLOW", "FORWARD_OVERFLOW"]
+    assert kinds(found) == ["FORWARD_OVERFLOW"] * (2 if both else 1)
     assert {line.partition(",")[0] for line in found.lines} == {found.lines[0].partition(",")[0]}
     assert found.scaler is None
 
@@ -466,9 +470,9 @@ def rounded_steps(p):
 
 
 def inner_underflow(p):
-    """Contains a gradient that underflows, whatever the loss is multiplied by."""
+    """Contains a gradient that underflows, whatever the loss is multiplied by; most of the loss is a constant."""
     inner = jax.grad(lambda x: jnp.mean(network(p, x)) * 2.0**-17)(X[:4])
-    return jnp.mean((inner * 2.0**14) ** 2)
+    return 10 + jnp.mean((inner * 2.0**14) ** 2)
 
 
 def test_diagnose_step_does_not_call_rounding_an_underflow():

@@ -17,7 +17,6 @@ class ScalerGroup(NamedTuple):
     numbers: tuple[int, ...]  # of the scaler and of its copies, among all scalers of the step
     gradients: np.ndarray  # whether each gradient belongs to it
     scales: np.ndarray  # of all scalers of the step
-    has_loss: bool = False  # whether the loss is compared with these gradients
 
     def at(self, scale: LossScales) -> np.ndarray:
         """Returns the scales of all scalers with another scale of this one, and of its copies in proportion."""

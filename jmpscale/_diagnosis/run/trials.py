@@ -205,8 +205,7 @@ class GradientTrials:
         found: Measured = measure(self.unscaled(outputs, scale), self.reference if reference is None else reference)
         is_finite = not found.severity[1:][self.is_compared].any()
         errors = np.where(self.decisive, found.errors[1:], 0.0) if is_finite else np.full_like(found.errors[1:], np.inf)
-        is_wrong = found.errors[0] > self._largest_loss_error and (self._group is None or self._group.has_loss)
-        return errors, float(found.errors[0]) if is_wrong else 0.0
+        return errors, float(found.errors[0]) if found.errors[0] > self._largest_loss_error else 0.0
 
     def error(self, modes: Modes, default: Mode, exponent: int) -> float:
         """Returns the largest error of a gradient, at least 1 if the loss is wrong, infinity if one is not finite."""

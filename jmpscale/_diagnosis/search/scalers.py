@@ -33,8 +33,7 @@ def find_groups(scalers: Sequence[StepScaler], forms: Forms) -> list[ScalerGroup
         found.append(ScalerGroup(first.name, first.state, copies, rest & of_copies, runs.scales))
         rest &= ~of_copies
     found.append(ScalerGroup("", None, (), rest, runs.scales))
-    groups = [x for x in reversed(found) if x.gradients.any()] or found[-1:]
-    return [groups[0]._replace(has_loss=True), *groups[1:]]
+    return [x for x in reversed(found) if x.gradients.any()] or found[-1:]
 
 
 class _Runs:

@@ -44,7 +44,9 @@ def _describe_groups(groups: Sequence[Examined]) -> list[Told]:
         lines = {*(x.finding.lines if x.finding else ())}
         named = {line for other in told if other.finding for line in other.finding.lines}
         is_told = lines <= named if lines else any(x.text == other.text for other in told)
-        told.append(x._replace(text="") if is_told else x)
+        # The loss is compared with the gradients of each scaler.
+        if not (is_told and x.finding and x.finding.names == ("loss",)):
+            told.append(x._replace(text="") if is_told else x)
     return told
 
 
