@@ -141,7 +141,7 @@ def run(run: RunDiagnosis, *, ax: Axes | None = None) -> Axes:
     >>> def train_step(w, x):
     ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((x * w - 1) ** 2))(w)
     ...     return w - 0.1 * grad, loss
-    >>> run = jmpscale.diagnose_run(train_step, [jnp.ones(3)] * 10)(jnp.zeros(3, jnp.bfloat16))
+    >>> run = jmpscale.diagnose_run(train_step, [jnp.ones(3, jnp.bfloat16)] * 10)(jnp.zeros(3, jnp.bfloat16))
     >>> plots.run(run).get_xlabel()
     'step'
     """

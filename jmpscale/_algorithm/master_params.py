@@ -56,7 +56,7 @@ def with_master_params(inner: Transformation) -> optax.GradientTransformationExt
     >>> opt_state = tx.init(w)
     >>> for _ in range(3):
     ...     updates, opt_state = tx.update(jnp.array(1.0, jnp.bfloat16), opt_state, w)
-    ...     w = optax.apply_updates(w, updates)
+    ...     w = (w.astype(jnp.float32) + updates).astype(w.dtype)  # or optax.apply_updates(w, updates)
     >>> w, opt_state.master_params
     (Array(0.996094, dtype=bfloat16), Array(0.9970703, dtype=float32))
     """

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from jmpscale._diagnosis.examined import Examined, SensitiveLoss, scale_of_rows
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.scaler_group import LossScales, ScalerGroup
@@ -39,10 +41,13 @@ def examine(
     `with_float32_results` returns the program of the step with float32 results of `autocast`, if it has others.
     """
     forms = Forms(step.program, 1 + len(step.gradients))
-    groups = find_groups(step.scalers, forms) if len(step.scalers) > 1 else []
-    scales, found = groups[0].scales if groups else 1.0, []
-    for group in groups or [None]:
-        group = group and group._replace(scales=scales)
+    groups: list[ScalerGroup | None] = [None]
+    if len(step.scalers) > 1:
+        groups = [*find_groups(step.scalers, forms)] or groups
+    scales: LossScales = groups[0].scales if groups[0] else 1.0
+    found = []
+    for group in groups:
+        group = group and group._replace(scales=np.asarray(scales))
         present = Present(group.state, group.name) if group else Present(scaler)
         trials = _trials(step, forms, present, accepted, group)
         if not trials.measured.are_finite:

@@ -71,7 +71,7 @@ def diagnose_run(step: Callable[..., Any], batches: Iterable[PyTree]) -> Callabl
     >>> w, x = jnp.ones(4), jnp.eye(4) + 1
     >>> run = jmpscale.diagnose_run(train_step, [x] * 100)(w)
     >>> [(finding.kind.name, finding.names) for finding in run.findings]
-    [('LOSS', ('result[1]',)), ('CHANGE', ('w',))]
+    [('LOST_PROGRESS', ('result[1]',)), ('LAGGING', ('w',))]
     """
     if not callable(step):
         raise TypeError(f"step must be the training step, got {describe(step)}. Call diagnose_run(step, batches).")

@@ -103,5 +103,5 @@ def _changed(x: jax.Array, size: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.uint32)
     for shift, factor in ((15, 0x9E3779B1), (13, 0x85EBCA77), (16, 0xC2B2AE3D)):
         bits = (bits ^ (bits >> shift)) * np.uint32(factor)
-    factor = 1 + size * (bits.astype(np.float32) * 2.0**-31 - 1)
-    return x * factor.astype(x.dtype)
+    change = 1 + size * (bits.astype(np.float32) * 2.0**-31 - 1)
+    return x * change.astype(x.dtype)

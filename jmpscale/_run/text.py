@@ -28,8 +28,8 @@ def summarize(
         noun = "step is" if skips == 1 else "steps are"
         sentences.append(f"{skips} {noun} skipped, {skips_float32} in float32.")
     if measured.traced.constant:
-        names = enumerate_names(measured.traced.constant)
-        sentences.append(f"The step does not return {names}, which keeps its value.")
+        constant = enumerate_names(measured.traced.constant)
+        sentences.append(f"The step does not return {constant}, which keeps its value.")
     if measured.as_written:
         sentences.append(f"In float32, too, these run as written: {enumerate_names(measured.as_written)}.")
     if diagnosis and measured.worst:

@@ -72,7 +72,7 @@ class UpdateTrials:
         own = {x.result.input for x in bad}
         if not own:
             return
-        others = [i for i, x in enumerate(self.forms.program.consts) if i not in own and is_real(x)]
+        others = [i for i, x in enumerate(self.forms.program.consts) if i not in own and is_real(x) and np.ndim(x)]
         consts = [x * np.float32(1 + CHANGE) if i in others else x for i, x in enumerate(self._consts)]
         written, changed = self._run({}, Mode.AS_WRITTEN), self._run({}, Mode.FLOAT32, consts)
         for change in bad:

@@ -53,8 +53,8 @@ def _describe_others(examined: Examined) -> list[Told]:
     if examined.factors is not None:
         return [describe_factors(examined, examined.factors)]
     if examined.repair is not None:
-        lines = describe_lines(examined, examined.repair)
-        return [_describe_scale(examined, f" Use {examined.advice.call}."), lines] if examined.advice else [lines]
+        told = describe_lines(examined, examined.repair)
+        return [_describe_scale(examined, f" Use {examined.advice.call}."), told] if examined.advice else [told]
     if not trials.decisive.any():
         useless = Told(_describe_useless_gradients(examined), DiagnosisFinding(FindingKind.NOT_COMPARED))
         # Another scaler would be based on gradients that are noise.

@@ -21,7 +21,8 @@ def describe_wrong_indices(examined: Examined, found: WrongIndices) -> Told:
     dtype = next((x.dtype.name for x in examined.trials.program.sites if x.part.path in found.paths), None)
     fit = examined.fit
     errors = fit.errors if fit.scale_fits else fit.scales.errors_at_best
-    is_wrong = [] if errors is None else errors >= examined.trials.accepted.small
-    names = tuple(itertools.compress(examined.step.gradients, is_wrong))
+    names: tuple[str, ...] = ()
+    if errors is not None:
+        names = tuple(itertools.compress(examined.trials.names, errors >= examined.trials.accepted.small))
     paths, error = examined.each_name(found.paths), fit.error_at_exponent
     return Told(text, DiagnosisFinding(FindingKind.WRONG_INDICES, names, paths, dtype, error, found.error))

@@ -37,8 +37,8 @@ def describe_not_finite(step: TracedStep, trials: GradientTrials, present: Prese
         "where=; a derivative such as the derivative of a norm at zero; and a constant, such as 1e-8 or -1e9, that is "
         "zero or infinite in float16."
     )
-    names = layers.names if layers else ()
-    return Told(text, DiagnosisFinding(kind, lines=(site.part.path[-1],), layers=names))
+    found = layers.names if layers else ()
+    return Told(text, DiagnosisFinding(kind, lines=(site.part.path[-1],), layers=found))
 
 
 def _describe_arguments(names: Sequence[str], present: Present) -> Told:

@@ -269,6 +269,9 @@ class Diagnosis:
         filled = [x for x in zip(columns, *map(_cells, shown), strict=True) if any(x[1:]) and x[0] not in silent]
         table = [list(cells) for cells in zip(*filled, strict=True)]
         width = len(format_table(table).partition("\n")[0])
+        if width > _WIDTH and table[0][-1] == "layers":  # the findings have them
+            table = [row[:-1] for row in table]
+            width = len(format_table(table).partition("\n")[0])
         longest = max(len(row[0]) for row in table)
         shown_table = [[truncate(cells[0], max(longest - width + _WIDTH, 12)), *cells[1:]] for cells in table]
         return "\n".join(map(str.rstrip, format_table(shown_table).splitlines()))

@@ -85,7 +85,7 @@ def name_gradients(
         return [x | indices.get(y, set()) for x, y in zip(found, eqn.outvars, strict=True)]
 
     labels = flow.follow(jaxpr, rule, mark=mark)
-    leaves = [(x, type_of(jaxpr.invars[i]).shape, is_read[i]) for x in results if (i := x.input) is not None]
+    leaves = [(x, type_of(jaxpr.invars[k]).shape, is_read[k]) for x in results if (k := x.input) is not None]
     parameters = [(x, shape) for x, shape, is_parameter in leaves if is_parameter] or [x[:2] for x in leaves]
     names: list[str] = []
     for i, variable in enumerate(gradients):

@@ -45,7 +45,7 @@ def run_rollouts(program: Program) -> Program:
 def _first_of_equal(loops: list[core.JaxprEqn]) -> dict[Any, Any]:
     """Returns the results of a loop for those of an equal one: a step that is cut at its gradients has some twice."""
     first: dict[Any, core.JaxprEqn] = {}
-    found = {}
+    found: dict[Any, Any] = {}
     for eqn in loops:
         bodies = tuple(map(id, held_jaxprs(eqn)))
         operands = tuple(id(x) if isinstance(x, core.Literal) else x for x in eqn.invars)
