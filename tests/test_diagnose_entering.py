@@ -235,7 +235,7 @@ COARSE_DRAWS = {  # weights, and the dtype of the random numbers
 }
 
 
-@pytest.mark.parametrize("name", names(COARSE_DRAWS, default={"categorical", "small probability"}))
+@pytest.mark.parametrize("name", names(COARSE_DRAWS, default={"categorical"}))
 @pytest.mark.parametrize("compile_", [lambda f: f, pytest.param(jax.jit, marks=pytest.mark.full)], ids=["", "compiled"])
 def test_diagnose_step_names_random_numbers_that_are_too_coarse(name, compile_):
     weights, dtype = COARSE_DRAWS[name]
@@ -274,7 +274,7 @@ FINE_DRAWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", names(FINE_DRAWS, default={"few actions", "dropout", "noise"}))
+@pytest.mark.parametrize("name", names(FINE_DRAWS, default={"dropout"}))
 def test_diagnose_step_finds_nothing_in_random_numbers_that_are_fine_enough(name):
     assert jmpscale.diagnose_step(with_weights(FINE_DRAWS[name]))(PARAMS, jax.random.key(1)).findings == ()
 
@@ -329,7 +329,7 @@ COUNTERS = {  # a step and its state, the value at which the counter stops, and 
 }
 
 
-@pytest.mark.parametrize("name", names(COUNTERS, default={"plus one", "gated", "by a fraction"}))
+@pytest.mark.parametrize("name", names(COUNTERS, default={"plus one"}))
 def test_diagnose_step_predicts_where_a_counter_stops(name):
     step, state, stop, dtype = COUNTERS[name]
     diagnosis = jmpscale.diagnose_step(step)(state, X)
@@ -410,7 +410,7 @@ WRONG_INDICES = {"positions": positions, "through float32": positions_through_fl
 WRONG_INDICES |= {"gathered": gathered, "scattered": scattered, "in a loop": in_a_loop}
 
 
-@pytest.mark.parametrize("name", names(WRONG_INDICES, default={"positions", "in a loop"}))
+@pytest.mark.parametrize("name", names(WRONG_INDICES, default={"positions"}))
 def test_diagnose_step_names_lines_that_make_indices_wrong(name):
     diagnosis = jmpscale.diagnose_step(sgd(with_indices(WRONG_INDICES[name])))(PARAMS)
     (finding,) = diagnosis.findings

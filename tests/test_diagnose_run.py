@@ -38,6 +38,7 @@ def kinds(run):
 # --- faults and right runs: benchmarks.studies.runs has their programs, and a record of the results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fault",
     rows(

@@ -224,7 +224,7 @@ def test_diagnose_step_names_the_scaler_of_several_that_does_not_fit(case):
     assert jmpscale.diagnose_step(step)(state).findings == ()
 
 
-@pytest.mark.parametrize("name", names(SEVERAL, default={"functional", "copies", "without a gate"}))
+@pytest.mark.parametrize("name", names(SEVERAL, default={"functional"}))
 def test_diagnose_step_of_several_scalers_that_fit_has_no_findings(name):
     step, create, *paths = SEVERAL[name]
     found = jmpscale.diagnose_step(step)(create(4, 36))
@@ -430,9 +430,7 @@ OF_NUMBERS = {f"{spelling}, {fault}": (spelling, fault) for spelling in SPELLING
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    "case", rows(OF_NUMBERS, default={"multiplied, too small", "scaled_backward, too large", "flax, too small"})
-)
+@pytest.mark.parametrize("case", rows(OF_NUMBERS, default={"multiplied, too small", "scaled_backward, too large"}))
 def test_diagnose_step_names_a_number_that_is_too_small_or_too_large(case):
     number, kind, smallest, largest = NUMBERS[case[1]]
     step, args = SPELLINGS[case[0]](number)

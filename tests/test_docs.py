@@ -71,6 +71,7 @@ def _train_with_invalid_steps(every):
     return planted
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("every", "skips"),
@@ -168,6 +169,7 @@ def test_readme_step_passes_the_check_after_the_diff(capsys):
     assert not capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "skips"), [(0.1, 0), pytest.param(30.0, 1, id="2^16 is too large")])
 def test_scaler_that_the_readme_advises_skips_no_first_step(size, skips):
     """Runs the lines below the diff; `skips` is what the default scale does to the first step."""

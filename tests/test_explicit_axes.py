@@ -168,6 +168,7 @@ STEPS |= {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", names(STEPS, default={"lookup, bfloat16"}))
 def test_diagnose_step_enters_meshes(name):
     def diagnose(params, tokens):

@@ -114,6 +114,7 @@ def train(method, host=None, place=lambda fun: fun):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", [on_host, pytest.param(in_context, marks=pytest.mark.full)])
 @pytest.mark.parametrize("method", names(METHODS, default={"functional"}))
 def test_step_on_the_host_has_the_same_results(method, place, host):

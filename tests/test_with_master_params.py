@@ -401,6 +401,7 @@ def test_with_master_params_trains_an_ensemble():
     assert_rounded(params, copies_of(opt_state))
 
 
+@pytest.mark.full
 def test_with_master_params_can_be_exported():
     tx = jmpscale.with_master_params(jmpscale.with_loss_scaling(KEEPS_PARAMS))
     params = jmpscale.cast(PARAMS, jnp.bfloat16)

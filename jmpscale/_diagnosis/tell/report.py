@@ -269,7 +269,7 @@ class Diagnosis:
         filled = [x for x in zip(columns, *map(_cells, shown), strict=True) if any(x[1:]) and x[0] not in silent]
         table = [list(cells) for cells in zip(*filled, strict=True)]
         width = len(format_table(table).partition("\n")[0])
-        if width > _WIDTH and table[0][-1] == "layers":  # the findings have them
+        if width > _WIDTH and table[0][-2:] == ["casts", "layers"]:  # the findings have the layers
             table = [row[:-1] for row in table]
             width = len(format_table(table).partition("\n")[0])
         longest = max(len(row[0]) for row in table)
