@@ -198,7 +198,8 @@ def test_diagnose_names_the_layers_that_overflow(model, bad, checkpoint):
     words = " and ".join(layers)
     assert not layers or f" in {words}, reaches " in diagnosis.summary or f" of {words}, reaches " in diagnosis.summary
     table = diagnosis.describe().partition("\nline ")[2]
-    assert ("layers" in table.partition("\n")[0]) == bool(layers)
+    header = table.partition("\n")[0]
+    assert ("layers" in header) == bool(layers) or "casts" in header  # a table of 100 columns may not have both
     assert "casts" in table or max(map(len, table.splitlines()[1:])) <= 100  # names of casts are not shortened
 
 
