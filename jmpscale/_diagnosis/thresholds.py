@@ -126,6 +126,9 @@ NEAR_ONE = 0.01
 # `SMALLEST_DECAY`; a smaller one is 1.
 LARGE_VALUE, SMALLEST_DECAY = 2.0**10, 1e-6
 
+# The factor of gradients that change a leaf, if any do: a leaf that does not change then does not change in this step.
+LARGE_GRADIENT = 2.0**10
+
 # --- How long a search takes. ---
 
 LARGEST_SET = 12  # lines that are found one by one, each in about log2(n) runs of a program of n lines

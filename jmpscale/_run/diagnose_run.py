@@ -30,7 +30,7 @@ def diagnose_run(step: Callable[..., Any], batches: Iterable[PyTree]) -> Callabl
     float32, too, and losses near a minimum are not accused, and neither is a chaotic run. If something is wrong,
     `diagnose_step` diagnoses the step whose changes differ most from the changes that it makes in float32 from the same
     state. So a run finds what one step does not show, such as an update that begins from a copy in half precision, or
-    an optimizer that updates in every fourth step, and tells whether a rounding that one step shows matters.
+    an optimizer that updates in every fourth step, and shows whether a rounding that one step shows matters.
 
     The state is what the step returns with the structure and the types of an argument, and the Flax NNX objects among
     the arguments, as for `diagnose_step`; `RunDiagnosis.state` names it, and the summary names arguments that do not
@@ -40,7 +40,7 @@ def diagnose_run(step: Callable[..., Any], batches: Iterable[PyTree]) -> Callabl
     bits that the step rounds by itself are rounded in all runs; `jax.lax.reduce_precision` rounds nothing in float32.
 
     The step is traced once, compiled twice, and run four times for each batch, where its arguments are: on one device,
-    on a mesh, or by `jax.pmap`. Batches of another shape are compiled again. The memory is that of three states as
+    on a mesh, or by `jax.pmap`. Batches of another shape are compiled again. The memory holds three states as
     written and five in float32, beside the step. On a terminal, a long run has a progress bar if tqdm is installed.
 
     Args:

@@ -48,7 +48,7 @@ class TracedRun:
       names: the parts of the state that the step returns.
       constant: the arguments apart from the batch of which it returns nothing.
       values: the arrays of the arguments apart from the batch, before the run.
-      leaves: those of them that the step returns.
+      leaves: the arrays of `values` that the step returns.
       loss: the position of the loss among the outputs, and its name; None if the step returns none.
     """
 

@@ -103,7 +103,7 @@ class BlockProgram:
 
 
 def _split(equations: Sequence[Equation], outputs: Sequence[Value]) -> list[Block]:
-    starts = first_equations(list(map(_digest, equations)), WINDOW) if equations else []
+    starts = first_equations(list(map(_digest, equations)), WINDOW)
     groups = [equations[start:end] for start, end in itertools.pairwise([*starts, len(equations)])]
     last = {x: i for i, group in enumerate(groups) for equation in group for x in _numbers(equation.inputs)}
     last |= dict.fromkeys(_numbers(outputs), len(groups))

@@ -26,7 +26,6 @@ class Change(NamedTuple):
     is_decisive: bool = True  # whether the change is more than the rounding of float32
     is_finite_as_written: bool = True
     is_zero: bool = False  # whether the leaf changes neither as written nor in the reference
-    is_lossless: bool = False  # whether another leaf, or chance, makes up for rounding
     part: int | None = None  # the slice along the first axis that is measured; None for the whole leaf
     accepted: AcceptedErrors = AcceptedErrors()
 

@@ -25,7 +25,7 @@ from jmpscale._diagnosis.run.lossless import (
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site
 from jmpscale._diagnosis.run.moves import perturb
 from jmpscale._diagnosis.run.scaler_group import LossScales
-from jmpscale._diagnosis.thresholds import CHANGE, DRAWS, LARGE_VALUE, TRIED_ALONE, AcceptedErrors
+from jmpscale._diagnosis.thresholds import CHANGE, DRAWS, LARGE_GRADIENT, TRIED_ALONE, AcceptedErrors
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Program, Result
 from jmpscale._programs.interpret import widen
@@ -139,7 +139,7 @@ class UpdateTrials:
             found = (error_of_sum([(values[name], values[x]) for values in steps], sign) for x, sign in pairs)
             error = min(found, default=math.inf)
             if error < self._accepted.narrow_change:
-                self._lossless[name] = Change(result, error, is_lossless=True)
+                self._lossless[name] = Change(result, error)
 
     def _two_steps(self) -> list[tuple[list[Any], list[Any]]]:
         """Returns the results, as written and in float32, after one step and after two with the same gradients."""
@@ -171,7 +171,7 @@ class UpdateTrials:
                 for name, errors in found.items():
                     errors.add(written[name], reference[name])
             random = [x for x in group if found[x.name].is_random]
-            lossless = (Change(x, found[x.name].error, is_decisive=False, is_lossless=True) for x in random)
+            lossless = (Change(x, found[x.name].error, is_decisive=False) for x in random)
             self._lossless.update((x.result.name, x) for x in lossless)
 
     def _factor(self, result: Result, change: Any) -> float:
@@ -211,7 +211,7 @@ class UpdateTrials:
             return set()
 
         def other(x: Any) -> jax.Array:
-            return jnp.where(jnp.isfinite(x) & (x != 0), LARGE_VALUE * x, 1)
+            return jnp.where(jnp.isfinite(x) & (x != 0), LARGE_GRADIENT * x, 1)
 
         consts = [other(x) if i in self._gradients else x for i, x in enumerate(self._consts)]
         outputs = dict(zip((x.name for x in self.results), self._run({}, Mode.FLOAT32, consts), strict=True))

@@ -37,7 +37,7 @@ def _describe_bad(examined: Examined, worst: Change) -> Told:
     """Describes an update that is wrong: the leaf, the size, the remedy, and the line."""
     update = examined.update
     what = _what(worst, update)
-    finding = _finding(examined, _alike(worst, update.bad))
+    finding = _finding(examined, _of_one_kind(worst, update.bad))
     if not update.is_repaired and not update.paths:
         return Told(f"{what}, even if all lines compute in float32.", finding)
     lines = examined.names(update.paths)
@@ -57,7 +57,7 @@ def _describe_bad(examined: Examined, worst: Change) -> Told:
     return Told(f"{what}.{also} Compute {lines} in float32: then {then}.", finding)
 
 
-def _alike(worst: Change, changes: Sequence[Change]) -> list[Change]:
+def _of_one_kind(worst: Change, changes: Sequence[Change]) -> list[Change]:
     """Returns the changes that one finding holds, the worst one first."""
     others = [x for x in changes if x is not worst and x.is_narrow == worst.is_narrow]
     return [worst, *(x for x in others if x.result.is_leaf == worst.result.is_leaf)]
@@ -66,28 +66,28 @@ def _alike(worst: Change, changes: Sequence[Change]) -> list[Change]:
 def _describe_other_changes(examined: Examined) -> list[Told]:
     """Describes the changes that are not of the kind of the worst one; the lines of all have been named."""
     update = examined.update
-    named = _alike(update.worst, update.bad) if update.worst else []
+    named = _of_one_kind(update.worst, update.bad) if update.worst else []
     rest, told = [x for x in update.bad if x not in named], []
     while rest:
-        alike = _alike(rest[0], rest)
+        similar = _of_one_kind(rest[0], rest)
         text = f"{_what(rest[0], update)}, too." if rest[0].result.is_leaf else ""
-        told.append(Told(text, _finding(examined, alike)))
-        rest = [x for x in rest if x not in alike]
+        told.append(Told(text, _finding(examined, similar)))
+        rest = [x for x in rest if x not in similar]
     return told
 
 
-def _finding(examined: Examined, alike: Sequence[Change]) -> DiagnosisFinding:
-    worst, update = alike[0], examined.update
+def _finding(examined: Examined, similar: Sequence[Change]) -> DiagnosisFinding:
+    worst, update = similar[0], examined.update
     kind = FindingKind.WRONG_CHANGE if worst.result.is_leaf else FindingKind.WRONG_RESULT
     if worst.result.is_leaf and worst.lost > LOST and worst.is_finite_as_written:
         kind = FindingKind.LOST_CHANGE
     lines, then = examined.each_name(update.paths), update.error_then if update.is_repaired else None
     dtype = worst.result.dtype.name if worst.is_narrow else None
-    return DiagnosisFinding(kind, tuple(x.name for x in alike), lines, dtype, worst.error, then)
+    return DiagnosisFinding(kind, tuple(x.name for x in similar), lines, dtype, worst.error, then)
 
 
 def _what(worst: Change, update: Update) -> str:
-    same = [x.result._replace(name=x.name) for x in _alike(worst, update.bad)]
+    same = [x.result._replace(name=x.name) for x in _of_one_kind(worst, update.bad)]
     if not worst.result.is_leaf:
         return _describe_result(worst, len(same) - 1)
     leaves = describe_leaves(same)

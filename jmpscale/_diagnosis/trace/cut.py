@@ -63,7 +63,7 @@ def evaluate_given(
     given: Mapping[Place, Sequence[Any]],
     outputs: Sequence[int],
 ) -> list[Any]:
-    """Returns some outputs of a program, whose gradients are given; they are those of `evaluate`."""
+    """Returns some outputs of a program whose gradients are given: the values `Evaluated.given` of `evaluate`."""
     needed = [i in outputs for i in range(len(program.jaxpr.outvars))]
     found = _Evaluation(gradients, given).run(program, inputs, (), needed)
     return [found[i] for i in outputs]

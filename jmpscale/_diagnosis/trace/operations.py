@@ -91,13 +91,6 @@ def narrow_dtype(x: Any) -> np.dtype | None:
     return type_of(x).dtype if is_narrow(type_of(x)) else None
 
 
-def constant_scalar(x: Any) -> float | None:
-    """Returns the value of a floating-point scalar that is a constant in the program; None for any other operand."""
-    if not isinstance(x, core.Literal) or np.shape(x.val) != () or not jnp.issubdtype(type_of(x).dtype, np.floating):
-        return None
-    return float(np.asarray(x.val).astype(np.float32))
-
-
 def moves_values(eqn: core.JaxprEqn) -> bool:
     """Tests whether the results consist of values that exist already."""
     return eqn.primitive.name in _MOVES or keeps_dtype(eqn)

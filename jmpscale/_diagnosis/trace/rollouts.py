@@ -43,7 +43,7 @@ def run_rollouts(program: Program) -> Program:
 
 
 def _first_of_equal(loops: list[core.JaxprEqn]) -> dict[Any, Any]:
-    """Returns the results of a loop for those of an equal one: a step that is cut at its gradients has some twice."""
+    """Returns the result of the first equal loop for each result: a step that is cut may have a loop twice."""
     first: dict[Any, core.JaxprEqn] = {}
     found: dict[Any, Any] = {}
     for eqn in loops:
