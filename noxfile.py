@@ -20,19 +20,25 @@ FRAMEWORKS = {"frameworks": ("tunix", "kauldron", "keras"), "levanter": ("levant
 
 # The tests of programs for one device, which run in every form that such a program can have.
 CORE_TESTS = [
-    f"tests/test_{name}.py"
+    f"tests/algorithm/test_{name}.py"
     for name in ("update", "scale", "all_finite", "apply_if", "value_and_grad", "scaled_backward", "with_loss_scaling")
 ]
 
 # The tests of the functions that rewrite programs, whose form differs between versions of JAX.
 REWRITING_TESTS = [
-    f"tests/test_{name}.py"
-    for name in ("autocast", "scaled_backward", "traced_functions", "diagnose", "diagnose_float32")
+    f"tests/{name}.py"
+    for name in (
+        "autocast/test_autocast",
+        "algorithm/test_scaled_backward",
+        "programs/test_traced_functions",
+        "diagnosis/test_diagnose",
+        "diagnosis/test_diagnose_float32",
+    )
 ]
 
 # The tests that read other files of the repository, such as pages, notebooks and recorded runs, and so show whether a
 # file is missing in the sdist. Most other tests depend only on the package and on the modules in `tests`.
-SDIST_TESTS = ("package", "published", "docs", "upstream")
+SDIST_TESTS = ("package/test_package", "package/test_published", "package/test_docs", "algorithm/test_upstream")
 
 SCHEMAS = {  # of the files that code hosts read
     "citation-file-format": ("CITATION.cff",),
@@ -101,7 +107,7 @@ def lint(session):
     session.run("pyright", "--pythonpath", str(pathlib.Path(session.bin, "python")))
     for schema, files in SCHEMAS.items():
         session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
-    session.run("pytest", "-q", "--full", "-k", "type_checkers", "tests/test_package.py")
+    session.run("pytest", "-q", "--full", "-k", "type_checkers", "tests/package/test_package.py")
 
 
 @nox.session(python=OLDEST_PYTHON)
@@ -115,7 +121,7 @@ def docs(session):
 def notebooks(session):
     """Executes the notebooks and compares their outputs."""
     install(session, "-e", ".[test]", "--group", "notebooks")
-    session.run("pytest", "-q", "-n", "2", "--dist", "worksteal", "--full", "tests/test_notebooks.py")
+    session.run("pytest", "-q", "-n", "2", "--dist", "worksteal", "--full", "tests/package/test_notebooks.py")
 
 
 @nox.session(python=NEWEST_PYTHON, tags=["tests"])
@@ -123,7 +129,7 @@ def tests_full(session):
     """Runs all tests with the newest JAX."""
     install(session, "-e", ".[test]", "diffrax")
     # The session `accelerator` runs the tests of devices, and of the command that times them.
-    others = ("--ignore=tests/test_accelerator.py", "--ignore=tests/test_accelerator_command.py")
+    others = ("--ignore=tests/benchmarks/test_accelerator.py", "--ignore=tests/benchmarks/test_accelerator_command.py")
     session.run("pytest", "-q", "-n", "auto", "--dist", "worksteal", "--full", "--durations=30", *others)
 
 
@@ -151,7 +157,7 @@ def tests_forms(session):
 def tests_without_guards(session):
     """Runs the core tests without guards: no result depends on one."""
     install(session, "-e", ".[test]")
-    session.run("pytest", "-q", "-n", "auto", "--without-guards", *CORE_TESTS, "tests/test_package.py")
+    session.run("pytest", "-q", "-n", "auto", "--without-guards", *CORE_TESTS, "tests/package/test_package.py")
 
 
 @nox.session(python=FRAMEWORKS_PYTHON)
@@ -173,7 +179,8 @@ def frameworks(session, group):
 def compilers(session, device, tests):
     """Compiles training steps for a GPU or TPU. The device itself is not needed."""
     install(session, "-e", ".", "--group", f"compile-{device}", "--group", "benchmarks")
-    session.run("pytest", "-q", *(("--full", "-m", "full") if tests == "full" else ()), "tests/test_compiled.py")
+    options = ("--full", "-m", "full") if tests == "full" else ()
+    session.run("pytest", "-q", *options, "tests/benchmarks/test_compiled.py")
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["checks"])
@@ -182,7 +189,7 @@ def accelerator(session):
     install(session, "-e", ".", "--group", "benchmarks")
     out = ("--out", str(pathlib.Path(session.create_tmp()).resolve() / "record.json"))
     session.run("python", "-m", "benchmarks.accelerator", "--only", "tests", "--minutes", "9", *out)
-    session.run("pytest", "-q", "--full", "tests/test_accelerator_command.py")
+    session.run("pytest", "-q", "--full", "tests/benchmarks/test_accelerator_command.py")
 
 
 @nox.session(python=OLDEST_PYTHON, tags=["tests"])
@@ -227,10 +234,10 @@ def use_sdist(session, sdist):
         archive.extractall(sdist.parent, filter="data")
     with session.chdir(sdist.parent / sdist.name.removesuffix(".tar.gz")):
         install(session, "--reinstall-package", "jmpscale", f"{sdist}[test]", "--group", "docs")
-        tests = [f"tests/test_{name}.py" for name in SDIST_TESTS]
+        tests = [f"tests/{name}.py" for name in SDIST_TESTS]
         # The programs of the pages read no files.
         session.run("pytest", "-q", "-n", "2", "-k", "not runs_as_pasted", *tests)
-        session.run("pytest", "-q", "--full", "-m", "full", "tests/test_published.py")
+        session.run("pytest", "-q", "--full", "-m", "full", "tests/package/test_published.py")
 
 
 @nox.session(python=NEWEST_PYTHON, default=False)

@@ -38,11 +38,11 @@ PACKAGE = ROOT / "jmpscale"
 FILES = [path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
 MODULES = sorted(str(path.relative_to(PACKAGE).with_suffix("")) for path in FILES)
 STAGES = {"default": [], "full": ["--full", "-m", "full"]}  # the options of pytest
-OF_DIAGNOSIS = ("_diagnosis/", "_programs/", "_step/")
+OF_DIAGNOSIS = ("_diagnosis/", "_programs/", "_run/", "_step/")
 DIAGNOSIS = [name for name in MODULES if name.startswith(OF_DIAGNOSIS)]
 PARTS = {"diagnosis": DIAGNOSIS, "training": [name for name in MODULES if name not in DIAGNOSIS]}
-DIAGNOSIS_TESTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_diagnose*.py"))
-DIAGNOSIS_TESTS += ["tests/test_autocast_warnings.py", "jmpscale/_diagnosis"]
+DIAGNOSIS_TESTS = [f"tests/{room}" for room in ("diagnosis", "programs", "run", "step")]
+DIAGNOSIS_TESTS += ["tests/autocast/test_autocast_warnings.py", "jmpscale/_diagnosis"]
 TESTS = {"diagnosis": DIAGNOSIS_TESTS, "training": []}  # the paths of the tests; an empty list selects all tests
 TIMEOUT = 300  # seconds, after which a fault counts as caught: the tests do not end
 # A forked process that finds these imported starts its tests sooner. None of them starts a device.

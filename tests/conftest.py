@@ -38,7 +38,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 hypothesis.settings.register_profile("reproducible", max_examples=30, derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("reproducible")
 
-# Recorded data, tests for another environment, code for type checkers, and a script that test_multiprocess.py starts.
+# Recorded data, tests for another environment, code for type checkers, and a script that tests start.
 collect_ignore = ["data", "frameworks", "types", "worker.py"]
 
 

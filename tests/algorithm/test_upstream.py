@@ -24,7 +24,7 @@ from jax.experimental import sparse
 
 import jmpscale
 
-TESTS = pathlib.Path(__file__).parent
+TESTS = pathlib.Path(__file__).parents[1]
 TORCH = json.loads((TESTS / "data" / "torch_grad_scaler_traces.json").read_text())["traces"]
 ORACLE = json.loads((TESTS / "data" / "oracle_traces.json").read_text())
 PAGE = (TESTS.parent / "docs" / "schedules.md").read_text()

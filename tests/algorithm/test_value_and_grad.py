@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jmpscale
 from jmpscale._base.compat import as_varying
 
+import loss_programs as programs
 import meshes
-import programs
 from messages import HALF_LOSS
 from tables import rows
 

@@ -21,7 +21,7 @@ import jmpscale
 from jmpscale._base import cotangents
 
 import compiling
-import programs
+import loss_programs as programs
 from arrays import normal
 from messages import HALF_LOSS
 from tables import rows

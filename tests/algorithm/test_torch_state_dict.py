@@ -14,7 +14,7 @@ import pytest
 
 import jmpscale
 
-TORCH = json.loads((pathlib.Path(__file__).parent / "data" / "torch_state_dicts.json").read_text())
+TORCH = json.loads((pathlib.Path(__file__).parents[1] / "data" / "torch_state_dicts.json").read_text())
 RUNS = TORCH["runs"]
 SAVED = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
 # Settings that torch lacks, so they are lost. Only a dynamic scaler has settings, so the mode is known.

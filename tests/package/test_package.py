@@ -28,7 +28,7 @@ import jmpscale
 from jmpscale._base import compat
 
 PACKAGE = pathlib.Path(jmpscale.__file__).parent
-TESTS = pathlib.Path(__file__).parent
+TESTS = pathlib.Path(__file__).parents[1]
 ROOT = TESTS.parent
 # A module may import modules of its own part of the package, and of the parts before it.
 PARTS = ["_base", "_state", "_guards", "_get_scaler", "_monitoring", "_algorithm", "_torch_state_dict", "_cast"]
@@ -240,7 +240,7 @@ def test_paths_in_comments_and_docstrings_exist():
     found = {(path, name.rstrip("`/")) for path in PROSE for name in PATH.findall(_comments_and_docstrings(path))}
     named = {(path, name) for path, name in found if name.partition("/")[0] in folders or name.startswith("test_")}
     assert len(named) > 10, "the pattern finds paths"
-    places = (ROOT, PACKAGE, ROOT / "tests")
+    places = (ROOT, PACKAGE, TESTS, *(path for path in TESTS.iterdir() if path.is_dir()))
     assert {(path.name, name) for path, name in named if not any((place / name).exists() for place in places)} == set()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 import jmpscale.__main__ as demonstration
 from benchmarks import __main__ as main

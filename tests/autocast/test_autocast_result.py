@@ -21,8 +21,8 @@ import meshes
 from compiling import FAST
 from precision import F16, F32, assert_close, matmul_dtypes
 from tables import rows
+from transformations import TRANSFORMATIONS, N, W, X, loss, random_array
 
-N, W, X = default_form.N, default_form.W, default_form.X
 BF16 = np.dtype(jnp.bfloat16)
 in_half = functools.partial(jmpscale.autocast, result_dtype=jnp.float32)
 
@@ -66,7 +66,7 @@ EQUATIONS = {  # a matmul with any order of its axes, and the shapes of its oper
 def test_autocast_with_float32_results_equals_rounded_operands(case, dtype):
     equation, *shapes = case
     random = np.random.default_rng(0)
-    a, b = (default_form.random_array(shape, random) for shape in shapes)
+    a, b = (random_array(shape, random) for shape in shapes)
     einsum = functools.partial(jnp.einsum, equation)
 
     def run(fun):
@@ -123,7 +123,7 @@ def test_random_programs_equal_casts_by_hand(names, seed):
     assert_close(result, expected, rtol=2e-4)  # float32's rounding of a cotangent may change how float16 rounds it
 
 
-ON_ACCELERATORS = {name: row for name, row in default_form.TRANSFORMATIONS.items() if name != "compute_on"}
+ON_ACCELERATORS = {name: row for name, row in TRANSFORMATIONS.items() if name != "compute_on"}
 
 
 @pytest.mark.filterwarnings("ignore:The function .* includes a pmap")  # of JAX 0.7, about its speed
@@ -136,9 +136,9 @@ def test_transformations_keep_operands_in_half_precision_and_results_in_float32(
 
 @pytest.mark.parametrize("derivative", rows(default_form.DERIVATIVES, default={"forward mode"}))
 def test_all_derivatives_multiply_in_half_precision(derivative):
-    result = derivative(in_half(default_form.loss))
+    result = derivative(in_half(loss))
     assert signatures(result, W, X) == {("f16", "f16", "f32")}
-    assert_close(result(W, X), derivative(default_form.loss)(W, X), rtol=5e-3)
+    assert_close(result(W, X), derivative(loss)(W, X), rtol=5e-3)
 
 
 # --- results do not overflow, and operands that do give NaN
@@ -251,7 +251,7 @@ def test_inner_autocast_decides():
 @pytest.mark.full
 def test_attention_alone_can_have_float32_results():
     attention = functools.partial(jax.nn.dot_product_attention, implementation="xla")
-    q = 45 * default_form.random_array((1, 32, 2, 16), np.random.default_rng(0)) * 2  # scores exceed 65504
+    q = 45 * random_array((1, 32, 2, 16), np.random.default_rng(0)) * 2  # scores exceed 65504
 
     def loss(q, attend):
         return attend(q, q, q) @ W
@@ -264,7 +264,7 @@ def test_attention_alone_can_have_float32_results():
 
 
 def test_program_with_float32_results_is_exported_for_several_platforms():
-    program = jax.jit(jax.grad(in_half(default_form.loss)))
+    program = jax.jit(jax.grad(in_half(loss)))
     exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(W, X)
     stored = jax.export.deserialize(exported.serialize())
     matmuls = re.findall(r"stablehlo\.dot_general .*", stored.mlir_module())

@@ -20,7 +20,7 @@ from tables import rows
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion_and_ranks")]
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 TOLERANCE = 1.05  # the factor by which a rounded number in the table may differ
 # With results in float32, part of the error may be float32's own rounding, which depends on the order of a sum.
 TOLERANCE_OF_FLOAT32_RESULTS = 1.5

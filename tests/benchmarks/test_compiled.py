@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jmpscale
 from jmpscale._autocast import rules
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from benchmarks import autocast, columns, compilers, steps, targets
 

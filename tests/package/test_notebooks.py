@@ -10,7 +10,7 @@ nbclient = pytest.importorskip("nbclient", reason="only installed with the group
 nbformat = pytest.importorskip("nbformat", reason="only installed with the group notebooks")
 pytest.importorskip("ipykernel", reason="only installed with the group notebooks")
 
-NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 NUMBER = re.compile(r"(?<![\w.])[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?")
 

@@ -8,16 +8,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from test_autocast import TRANSFORMATIONS, W, X
-from test_autocast_layers import LAYERS
 
 import jmpscale
 
 import meshes
 from arrays import normal
 from compiling import FAST
+from layers import LAYERS
 from precision import F32, assert_close, assert_norms_close, equations, matmul_dtypes
 from tables import rows
+from transformations import TRANSFORMATIONS, W, X
 
 B, H = jnp.bfloat16, jnp.float16
 F8 = jnp.float8_e4m3fn

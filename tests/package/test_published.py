@@ -20,7 +20,7 @@ import jmpscale
 
 import tables
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 COMMANDS = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"].get("commands", {})
 REPOSITORY, SITE = "https://example.org/jmpscale", "https://example.org/site/"

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from repair import repaired
 from test_diagnose_faults import FAULTS, diagnose, diagnosis_of
 
 import jmpscale
@@ -15,6 +14,7 @@ import jmpscale
 import diagnosis_programs as programs
 from arrays import normal
 from messages import NO_HALF_RESULT, REMEDY, REMEDY_OF_ALL_LINES
+from repair import repaired
 from tables import names
 
 PROMISE = re.compile(REMEDY + r"([<\d.]+)%?.*?(?:from 2\^(\S+) to 2\^(\S+) fit|\.)")
