@@ -44,6 +44,7 @@ LARGEST_NUMBER = "and the largest number of float16 is 65504."
 NO_SCALE_HELPS = "A loss scale cannot prevent that."
 NORMALIZE = "Or normalize its input."
 HALF_FORWARD = "With only the forward pass of "
+ONLY_A_RUN = "jmpscale.diagnose_run shows whether this error matters."
 TOO_SMALL = "It is too small: the gradients "
 TOO_LARGE = "It is too large: the gradients "
 PRECISE_MATMUL = 'in float32, with precision="highest" where autocast converts a matmul: '

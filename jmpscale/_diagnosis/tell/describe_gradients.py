@@ -21,6 +21,8 @@ from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
 from jmpscale._diagnosis.thresholds import CHANGE, MARGIN, NOISE, OTHER_SCALES, TOLERANCE
 
+_COMPARE_A_RUN = "jmpscale.diagnose_run shows whether this error matters."
+
 
 def describe_gradients(examined: Examined) -> list[Told]:
     """Describes the gradients at the present scale and at others, and the lines that make them wrong."""
@@ -96,7 +98,8 @@ def ends_with_small_error(examined: Examined) -> bool:
     trials = examined.trials
     has_half = bool(trials.program.sites or trials.not_entered)
     fits = examined.is_accurate and examined.fit.scale_fits and bool(trials.decisive.any())
-    return bool(examined.step.gradients) and has_half and fits and _is_small(examined)
+    is_small = examined.fit.error < trials.accepted.small and not examined.fit.is_near_minimum
+    return bool(examined.step.gradients) and has_half and fits and is_small
 
 
 def _is_small(examined: Examined) -> bool:
@@ -107,23 +110,21 @@ def _is_small(examined: Examined) -> bool:
 def _describe_rounding(examined: Examined, begin: str, errors: Errors | None) -> str:
     """Describes the error of gradients that may be right: small or moderate."""
     if errors is not None and examined.fit.error_elsewhere is not None:
-        return f"{begin} differ from float32 {_describe_minimum(examined, examined.fit.error_elsewhere, errors)}."
+        minimum = _describe_minimum(examined, examined.fit.error_elsewhere, errors)
+        return f"{begin} differ from float32 {minimum}. {_COMPARE_A_RUN}"
     text = f"{begin} differ from float32 {by_gradient(examined, errors)}"
     if errors is None or largest(errors) < examined.trials.accepted.small:
         return f"{text}."
     if examined.wrong_indices:
         return f"{text}."
     text = f"{text}: rounding, which may be harmless."
-    if examined.suspects is None:
-        return f"{text} Compare a short run with one in float32."
-    part, alone, paths, remaining = examined.suspects
-    names, layers = examined.names(paths), describe_layers(examined, part)
-    mostly = f", mostly by its operations {layers}" if layers else ""
-    these = "this line" if len(paths) == 1 else "these lines"
-    return (
-        f"{text}{describe_alone(examined, part, alone)}{mostly}; with {names} in float32, {by(remaining)}. Compare a "
-        f"short run with {these} in float32{describe_edit(examined, paths)}, and keep the change if its loss is lower."
-    )
+    if examined.suspects is not None:
+        part, alone, paths, remaining = examined.suspects
+        layers = describe_layers(examined, part)
+        mostly = f", mostly by its operations {layers}" if layers else ""
+        edit = f"with {examined.names(paths)} in float32{describe_edit(examined, paths)}, {by(remaining)}"
+        text = f"{text}{describe_alone(examined, part, alone)}{mostly}; {edit}."
+    return f"{text} {_COMPARE_A_RUN}"
 
 
 def _describe_minimum(examined: Examined, error_elsewhere: float, errors: Errors) -> str:
