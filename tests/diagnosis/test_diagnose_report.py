@@ -212,8 +212,8 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
         phases,
         (W, X),
         f"{GRADIENTS_DIFFER}6.97%, in w: rounding, which may be harmless. {HALF_FORWARD}{{0}} in half precision, they "
-        f"differ by 7%; with {{0}} in float32, by 0. {ONLY_A_RUN} Loss scales from 2^-22 to 2^11 fit; yours is 2^10. It "
-        "is within 2 bits of the largest one, and gradients can grow in the first steps, which are then skipped: "
+        f"differ by 7%; with {{0}} in float32, by 0. {ONLY_A_RUN} Loss scales from 2^-22 to 2^11 fit; yours is 2^10. "
+        "It is within 2 bits of the largest one, and gradients can grow in the first steps, which are then skipped: "
         f"dynamic(init_scale=2.0**5) leaves room. {LOSS_DIFFERS}8.81%.",
     ),
     "backward overflow": (
