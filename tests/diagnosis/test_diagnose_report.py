@@ -472,7 +472,7 @@ def test_program_of_many_lines():
     assert diagnosis.lines == tuple(names)
     assert f"Compute {', '.join(names[:11])} and 3 others in float32: then" in diagnosis.summary
     assert ". After the first 12 lines, not each was tried without: some may need no change." in diagnosis.summary
-    assert [row.line for row in diagnosis.rows if row.in_lines and not row.backward] == names
+    assert [row.line for row in diagnosis.rows if row.in_lines and row.pass_ != "backward"] == names
     assert {row.alone for row in diagnosis.rows} == {None}
     assert len(diagnosis.rows) > 64
 

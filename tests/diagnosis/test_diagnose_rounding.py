@@ -293,4 +293,4 @@ def test_summary_has_the_words_of_an_error(row):
 def test_rows_are_at_the_present_scale_if_it_fits_with_the_lines_in_float32():
     diagnosis = jmpscale.diagnose(time_steps)(jmpscale.static(1.0), NETWORK, 20 * TIMES)
     assert diagnosis.lines == (place(time_steps),)
-    assert max(row.max_abs for row in diagnosis.rows if row.backward) < 1
+    assert max(row.max_abs for row in diagnosis.rows if row.pass_ == "backward") < 1
