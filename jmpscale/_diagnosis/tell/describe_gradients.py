@@ -89,8 +89,8 @@ def _describe_no_half(examined: Examined) -> str:
     if not examined.present.has_scaler:
         return f"No part of the gradients is computed in {examined.step.precision}."
     return (
-        "No part of the program is computed in half precision, so it needs no loss scale. jmpscale.autocast converts its "
-        'matmuls to half precision, except those with precision="highest" and contractions of at most 4 elements.'
+        "No part of the program is computed in half precision, so it needs no loss scale. jmpscale.autocast converts "
+        'its matmuls to half precision, except those with precision="highest" and contractions of at most 4 elements.'
     )
 
 
