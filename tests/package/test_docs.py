@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jmpscale
+from jmpscale.testing import check_step
 
 import pages
 from messages import NEVER_SCALED, ONE_SCALER
@@ -314,6 +315,32 @@ def test_recurrent_state_that_is_not_gated_keeps_every_later_step_from_being_app
     pages.run(program.replace("range(200)", "range(20)"), namespace)
     with pytest.raises(AssertionError, match=r"skipped step changed state\['hidden'\]"):
         pages.run(check, namespace)
+
+
+RECIPES = {  # steps of the recipes from PyTorch; their optimizers and data, if not `tx` and `batch`
+    "train_step": {},
+    "clipped_step": {"tx": "clipped_tx"},
+    "accumulated_step": {"batch": "micro_batches"},
+    "penalized_step": {},
+    "custom_step": {},
+    "partly_half_step": {},
+    "inspected_step": {},
+}
+
+
+@pytest.mark.full
+def test_recipes_from_torch_pass_the_check():
+    namespace = {"__name__": "docs/moving/torch_recipes.md"}
+    for _, code, _ in pages.blocks("moving/torch_recipes"):
+        pages.run(code, namespace)
+    for name, other in RECIPES.items():
+        tx, batch = namespace[other.get("tx", "tx")], namespace[other.get("batch", "batch")]
+        params = namespace["start"]
+        check_step(namespace[name])(params, tx.init(params), jmpscale.dynamic(), batch)
+    models = {name: namespace["init"](jax.random.key(0)) for name in namespace["optimizers"]}
+    opt_states = {name: tx.init(models[name]) for name, tx in namespace["optimizers"].items()}
+    check = check_step(namespace["two_models_step"], ignore=("models", "opt_states"))
+    check(models, opt_states, jmpscale.dynamic(), namespace["batch"])
 
 
 WIDTH = 100  # characters of output or of a notebook's code that the site shows without a scroll bar

@@ -416,6 +416,21 @@ def test_changed_types_omits_an_argument_if_the_result_of_its_structure_belongs_
     ]
 
 
+@pytest.mark.full
+def test_changed_types_omits_a_batch_beside_results_with_other_numbers_of_axes():
+    def step(params, batch):
+        x, y = batch
+        loss = _loss(params, x) + jnp.mean(y)
+        return jax.tree.map(lambda p: p / (2 + loss), params), (loss, jnp.sqrt(loss))
+
+    call = StepCall(step, (PARAMS, (X, X)), {})
+    out, program = call.trace()
+    dependence = StepDependence(call, out, program)
+    matches = match_state(call, out, dependence)
+    assert [match.name for match in matches] == ["params"]
+    assert not list(changed_types(call, out, matches, dependence))
+
+
 def test_match_state_counts_python_numbers_as_arrays():
     @jax.jit
     def step(state, batch):
