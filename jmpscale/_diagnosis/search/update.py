@@ -66,8 +66,10 @@ def examine_update(
     changes = trials.changes({})
     paths, is_repaired = _find_lines(trials)
     then = trials.changes(trials.with_lines(paths))
-    stalled, unchanged = tuple(find_stalled(trials)), find_unchanged(trials, changes)
-    known = {x.result.name for x in stalled} | {x.name for x in (unchanged.results if unchanged else ())}
+    stalled = tuple(find_stalled(trials))
+    known = {x.result.name for x in stalled}
+    unchanged = find_unchanged(trials, changes, known)
+    known.update(x.name for x in (unchanged.results if unchanged else ()))
     is_large = max((x.badness for x in changes), default=0.0) > ALMOST_BAD
     return Update(
         tuple(changes),
