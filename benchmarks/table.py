@@ -80,7 +80,7 @@ def pages(results):
     compiled = results["compilers"]
     figures = {name: result["figures"] for name, result in compiled.items()}
     costs = {
-        "accelerators": cards.side_by_side(cards.read()) or "No device has a record yet.",
+        "accelerators": cards.section(cards.read()),
         "gpu": _timed(GPU, results["gpu"].get("large"), _time),
         "bytes": _steps(COMPILED, figures, _moved) + _runs([compiled[name] for name in COMPILED.values()]),
         "autocast": _autocast(results["autocast"]),
