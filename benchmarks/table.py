@@ -88,7 +88,7 @@ def pages(results):
     studies = {name: record.read(STUDIES / f"{name}.json") for name in WITH_TABLES}
     return {
         DOCS / "costs.md": costs,
-        DOCS / "index.md": {"batches": _batches(studies["batch_size"])},
+        DOCS / "how_it_works.md": {"batches": _batches(studies["batch_size"])},
         DOCS / "bfloat16.md": {"bfloat16": _bfloat16(studies["bfloat16"])},
         STUDIES / "README.md": {
             "rules": _rules(studies["calibration"]),

@@ -32,7 +32,7 @@ README_TRAINING = README_PROGRAM.replace(README_ADVICE, "")  # begins with the d
 # `test_program_trains_before_and_after_the_first_diff` runs the programs before and after the diff of the overview.
 # `tests/frameworks` runs the programs after the changes on the pages on frameworks, and `test_common_mistakes.py` the
 # page on mistakes.
-UNTESTED_DIFFS = {"index", "guides/kauldron", "guides/levanter", "guides/tunix", "common_mistakes"}
+UNTESTED_DIFFS = {"index", "guides/levanter", "guides/training_loops", "guides/tunix", "common_mistakes"}
 DIFFS = [(page, diff) for page in pages.PAGES if page not in UNTESTED_DIFFS for diff in pages.diffs(page)]
 MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
 
