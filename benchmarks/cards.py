@@ -9,11 +9,11 @@ NONE = "-"  # not measured, or unknown
 SECTION = """\
 ### By device
 
-Each step is compared to float32 in JAX's default precision (TF32 on NVIDIA GPUs since Ampere), and to its yardstick: the
-same casts by hand without loss scaling, or, for `autocast` and JAX's own precisions, casts by hand with the same loss
-scaling. Beside each ratio of times is the ratio of the bytes that the compiled steps move. The error of the gradients is
-relative to float32 with highest precision. The memory is what the compiled step needs: its arguments and its temporary
-memory.
+Each step is compared to float32 in JAX's default precision (TF32 on NVIDIA GPUs since Ampere), and to its yardstick:
+the same casts by hand without loss scaling, or, for `autocast` and JAX's own precisions, casts by hand with the same
+loss scaling. Beside each ratio of times is the ratio of the bytes that the compiled steps move. The error of the
+gradients is relative to float32 with highest precision. The memory is what the compiled step needs: its arguments and
+its temporary memory.
 """
 HEAD = ("time", "to float32", "by bytes", "to its yardstick", "by bytes", "memory", "error of gradients")
 
