@@ -164,13 +164,13 @@ def _batches(study):
 
 
 def _bfloat16(study):
-    """Returns the errors of the programs at the first step and after training, and their losses."""
+    """Returns the losses of the programs, and their errors at the first step and after training."""
     lines = []
     for program in study["programs"]:
         errors = [_error(program[f"{when} error"]) for when in ("first", "late")]
         losses = [f"{program[f'{dtype} loss']:.2g}" for dtype in ("bfloat16", "float32")]
-        lines.append([program["program"], *errors, *losses])
-    head = ["in bfloat16", "error, first step", "error, after training", "loss", "loss in float32"]
+        lines.append([program["program"], *losses, *errors])
+    head = ["in bfloat16", "loss", "loss in float32", "error, first step", "error, after training"]
     return _table(head, lines) + _run(study, is_timed=False)
 
 
