@@ -384,3 +384,19 @@ RIGHT = {
 def test_diagnose_step_finds_nothing_in_a_right_step(name):
     step, args = RIGHT[name]
     assert jmpscale.diagnose_step(jax.jit(step))(*args).findings == ()
+
+
+def test_update_that_divides_by_zero_in_float32_too_is_named():
+    """Root mean squares without `eps`, of a row of which a batch has no gradient."""
+    tx = optax.rmsprop(1e-2, eps=0.0)
+
+    def step(params, opt_state, x, y):
+        half = jmpscale.autocast(loss_fn, dtype=B)
+        loss, grads = jax.value_and_grad(half)(params, x.at[:, 3].set(0), y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    diagnosis = jmpscale.diagnose_step(step)(PARAMS, tx.init(PARAMS), X, Y)
+    [finding] = diagnosis.findings
+    assert (finding.kind, finding.names) == (Kind.NOT_FINITE, ("params['a']",))
+    assert diagnosis.summary.startswith("params['a'] becomes infinite or NaN, in float32 too: correct this update.")
