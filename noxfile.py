@@ -183,9 +183,12 @@ def compilers(session, device, tests):
     session.run("pytest", "-q", *options, "tests/benchmarks/test_compiled.py")
 
 
-@nox.session(python=OLDEST_PYTHON, tags=["checks"])
+@nox.session(python=OLDEST_PYTHON, tags=["weekly"])
 def accelerator(session):
-    """Rehearses the command that times an accelerator, on the CPU: its tests on the device, and its own tests."""
+    """Rehearses the command that times an accelerator, on the CPU: its tests on the device, and its own tests.
+
+    The README's test command has run the default ones; the rest is for those who change the command.
+    """
     install(session, "-e", ".", "--group", "benchmarks")
     out = ("--out", str(pathlib.Path(session.create_tmp()).resolve() / "record.json"))
     session.run("python", "-m", "benchmarks.accelerator", "--only", "tests", "--minutes", "9", *out)
