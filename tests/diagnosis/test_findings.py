@@ -450,9 +450,9 @@ def warmed_up(params, count):
     return descend(params, grads, 0.01 * count), count + 1, loss
 
 
-def solved(params, x):
-    matrix = (x.T @ x / 64 + jnp.eye(16)).astype(B).astype(F)
-    return jnp.mean((jnp.linalg.solve(matrix, params["a"])).astype(B).astype(F) ** 2)
+def with_callback(params, x):
+    half = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, H), x.astype(H))  # fault
+    return loss_fn(params, half.astype(F))
 
 
 # --- runs ---
@@ -461,6 +461,15 @@ def solved(params, x):
 def small_steps(params, batch):
     loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
     return descend(params, grads, 2.0**-9), loss
+
+
+SGD = optax.sgd(2.0**-9)
+
+
+def small_steps_of_an_optimizer(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
+    updates, opt_state = SGD.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
 
 
 # --- the table ---
@@ -673,6 +682,10 @@ FAULTS = {  # a function that returns a diagnosis, and all that it finds
         Found(Kind.NOT_FINITE, ("x",)),
     ),
     "not compared: no state": (of_step(without_state, PARAMS), Found(Kind.NOT_COMPARED)),
+    "not compared: callback": (
+        of_loss(with_callback, PARAMS, X),
+        Found(Kind.NOT_COMPARED, lines=(f"pure_callback at {at(with_callback)[0]}",)),
+    ),
     "not compared: rounding by bits": (
         of_step(rounded_by_bits, NARROW),
         Found(Kind.NOT_COMPARED, NAMES, at(rounded_by_bits)),
@@ -683,9 +696,9 @@ FAULTS = {  # a function that returns a diagnosis, and all that it finds
         Found(Kind.LOST_PROGRESS, ("result[1]",), error=LARGE),
         Found(Kind.LAGGING, NAMES, dtype="bfloat16", error=LARGE),
     ),
-    "progress: small steps of a compiled step": (
-        of_run(jax.jit(small_steps), NARROW),
-        Found(Kind.LOST_PROGRESS, ("result[1]",), error=LARGE),
+    "progress: small steps of an optimizer": (
+        of_run(small_steps_of_an_optimizer, NARROW, SGD.init(NARROW)),
+        Found(Kind.LOST_PROGRESS, ("result[2]",), error=LARGE),
         Found(Kind.LAGGING, NAMES, dtype="bfloat16", error=LARGE),
     ),
 }
