@@ -6,6 +6,15 @@ from benchmarks import columns, record
 
 FOLDER = record.RESULTS / "accelerators"
 NONE = "-"  # not measured, or unknown
+SECTION = """\
+### By device
+
+Each step is compared to float32 in JAX's default precision (TF32 on NVIDIA GPUs since Ampere), and to its yardstick:
+the same casts by hand without loss scaling, or, for `autocast` and JAX's own precisions, casts by hand with the same
+loss scaling. Beside each ratio of times is the ratio of the bytes that the compiled steps move. The error of the
+gradients is relative to float32 with highest precision. The memory is what the compiled step needs: its arguments and
+its temporary memory.
+"""
 HEAD = ("time", "to float32", "by bytes", "to its yardstick", "by bytes", "memory", "error of gradients")
 
 
@@ -37,6 +46,11 @@ def side_by_side(records):
     names = list(dict.fromkeys(name for found in records.values() for name in found["rows"]))
     parts = [_compared(name, [x for x in records.values() if name in x["rows"]]) for name in names]
     return "\n\n".join([*parts, *map(_about, records.values())])
+
+
+def section(records):
+    """Returns the section of a page that has the tables and says how to read them, or nothing without a record."""
+    return f"{SECTION}\n{side_by_side(records)}" if records else ""
 
 
 def ratio(row, column, other, figure="seconds"):

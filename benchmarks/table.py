@@ -80,7 +80,7 @@ def pages(results):
     compiled = results["compilers"]
     figures = {name: result["figures"] for name, result in compiled.items()}
     costs = {
-        "accelerators": cards.side_by_side(cards.read()) or "No device has a record yet.",
+        "accelerators": cards.section(cards.read()),
         "gpu": _timed(GPU, results["gpu"].get("large"), _time),
         "bytes": _steps(COMPILED, figures, _moved) + _runs([compiled[name] for name in COMPILED.values()]),
         "autocast": _autocast(results["autocast"]),
@@ -88,7 +88,7 @@ def pages(results):
     studies = {name: record.read(STUDIES / f"{name}.json") for name in WITH_TABLES}
     return {
         DOCS / "costs.md": costs,
-        DOCS / "index.md": {"batches": _batches(studies["batch_size"])},
+        DOCS / "how_it_works.md": {"batches": _batches(studies["batch_size"])},
         DOCS / "bfloat16.md": {"bfloat16": _bfloat16(studies["bfloat16"])},
         STUDIES / "README.md": {
             "rules": _rules(studies["calibration"]),
@@ -164,13 +164,13 @@ def _batches(study):
 
 
 def _bfloat16(study):
-    """Returns the errors of the programs at the first step and after training, and their losses."""
+    """Returns the losses of the programs, and their errors at the first step and after training."""
     lines = []
     for program in study["programs"]:
         errors = [_error(program[f"{when} error"]) for when in ("first", "late")]
         losses = [f"{program[f'{dtype} loss']:.2g}" for dtype in ("bfloat16", "float32")]
-        lines.append([program["program"], *errors, *losses])
-    head = ["in bfloat16", "error, first step", "error, after training", "loss", "loss in float32"]
+        lines.append([program["program"], *losses, *errors])
+    head = ["in bfloat16", "loss", "loss in float32", "error, first step", "error, after training"]
     return _table(head, lines) + _run(study, is_timed=False)
 
 

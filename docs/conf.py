@@ -6,6 +6,7 @@ import html
 import inspect
 import itertools
 import pathlib
+import pydoc
 import re
 import textwrap
 import tomllib
@@ -85,7 +86,8 @@ class LinkNamesToTheApi(SphinxTransform):
 
     The pages, except the API reference, stay plain Markdown, which every viewer
     renders. In the description of an object, its own name and the names of its
-    arguments stay code.
+    arguments stay code, and so does a call with an argument that the object lacks,
+    such as `autocast(enabled=False)` of PyTorch.
     """
 
     default_priority = 500
@@ -97,6 +99,8 @@ class LinkNamesToTheApi(SphinxTransform):
                 r"(?:jmpscale\.)?([\w.]+?)(?:\(.*\))?", code.astext(), flags=re.DOTALL
             )
             target = PUBLIC.get(found[1]) if found else None
+            if target and not takes_arguments(target, code.astext()):
+                continue
             if target in self._local_names(code):
                 continue
             if target and not isinstance(
@@ -126,6 +130,16 @@ class LinkNamesToTheApi(SphinxTransform):
                             for name in parameters.findall(addnodes.desc_sig_name)
                         }
         return names
+
+
+def takes_arguments(target, code):
+    """Tests whether a public object takes the arguments that a call of it names."""
+    call = re.fullmatch(r"[\w.]+\(([^()]*)\)", code, flags=re.DOTALL)
+    named = set(re.findall(r"(\w+)=", call[1])) if call else set()
+    if not named:
+        return True
+    parameters = inspect.signature(pydoc.locate(target)).parameters
+    return named <= parameters.keys()
 
 
 class WrapProseOutputs(SphinxTransform):

@@ -1,4 +1,4 @@
-"""Mixed precision that can be checked: a diagnosis of training steps, loss scaling, and autocast."""
+"""Dynamic loss scaling, as GradScaler of PyTorch does it, autocast, and a diagnosis of half precision."""
 
 from importlib.metadata import version as _version
 

@@ -112,8 +112,7 @@ def changes(diagnosis: Diagnosis, *, ax: Axes | None = None) -> Axes:
     labels = [f"{truncate(change.name, 50)}, {change.dtype}" for change in shown]
     colors = [RED if _is_half(change) else BLUE for change in shown]
     _plot_bars(ax, labels, errors, colors)
-    if RED in colors:
-        ax.set_ylabel("red: in half precision", color=RED)
+    ax.set_title("Error of each change in a step, relative to float32")
     return ax
 
 

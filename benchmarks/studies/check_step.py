@@ -19,12 +19,12 @@ PROGRAMS = ("12 layers", "scan of 24 layers with remat", "the demonstration")
 
 
 def readme_step():
-    """Returns the step of the README's example, before its loop, and the arguments of the step."""
+    """Returns the step of the README's example, before its diagnosis, and the arguments of the step."""
     blocks = re.findall(r"^```python\n(.*?)^```", (record.ROOT / "README.md").read_text(), re.S | re.M)
-    [code] = (block.partition("\nfor step in")[0] for block in blocks if "RunMonitor" in block)
+    [code] = (block.partition("\ndiagnosis =")[0] for block in blocks if "RunMonitor" in block)
     names = {}
-    exec(f"{code}\nbatch = windows[rng.integers(len(windows), size=2048)]\n", names)
-    return names["train_step"], (names["params"], names["opt_state"], names["batch"])
+    exec(code, names)
+    return names["train_step"], (names["params"], names["opt_state"], names["batches"][0])
 
 
 def step_of(loss_fn, params, batch):

@@ -1,4 +1,4 @@
-"""Gradients in true units, computed by a scaled backward pass."""
+"""Unscaled gradients, computed by a scaled backward pass."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ def value_and_grad(
     Returns:
       `f(scaler, *args, **kwargs) -> (value, grads)`, or `((value, aux), grads)` if `has_aux` is true. The first
       argument is the scaler, or any pytree that contains exactly one, such as the optimizer state of
-      `with_loss_scaling`. The value is the result of `fun`, bit for bit. The gradients are in true units, and not
+      `with_loss_scaling`. The value is the result of `fun`, bit for bit. The gradients are unscaled, and not
       finite where the backward pass overflowed. If the loss is not finite, they are NaN; under `jax.shard_map`,
       `jax.pmap` and `jax.vmap(axis_name=...)`, a comparison may hide that from some of them, so check
       `all_finite((loss, grads))`. They have the dtype of the argument, or float32 if the argument is float16 or float8.

@@ -66,7 +66,7 @@ def with_loss_scaling(
     """Wraps an optimizer so that it skips steps whose loss or gradients are not finite, and adjusts the loss scale.
 
     `tx.update` checks the gradients and the loss, clips the gradients if `max_norm` is given, runs `inner` or returns
-    zeros, and adjusts the scaler as `jmpscale.update` does. It does not unscale: pass gradients in true units, as
+    zeros, and adjusts the scaler as `jmpscale.update` does. It does not unscale: pass unscaled gradients, as
     `jmpscale.value_and_grad` returns them. Place every transformation that changes gradients inside the wrapper,
     `optax.MultiSteps`, `optax.partition` and `optax.masked` included.
 

@@ -18,7 +18,7 @@ def optax_step(
 
     Args:
       tx: the optimizer. It must not be wrapped in `with_loss_scaling`, which skips steps by itself.
-      grads: the gradients, in true units.
+      grads: the unscaled gradients.
       **extra_args: extra arguments of `tx.update`, such as `value=`.
 
     Returns:

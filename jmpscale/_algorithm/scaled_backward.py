@@ -1,4 +1,4 @@
-"""Gradients in true units for training loops that compute the gradients themselves."""
+"""Unscaled gradients for training loops that compute the gradients themselves."""
 
 import functools
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def scaled_backward(
     """Creates a function with the values and gradients of `fun`, and a scaled backward pass.
 
     Use it for training loops that take a loss function and differentiate it themselves. The backward pass runs at the
-    scale, and the loop receives gradients in true units. If a scalar result is not finite, its gradients are NaN,
+    scale, and the loop receives unscaled gradients. If a scalar result is not finite, its gradients are NaN,
     except where a comparison, as in a ReLU or `jnp.where`, selects a derivative of zero. To skip steps that overflow,
     give the loop the optimizer `with_loss_scaling(tx, static(1.0))`, or `with_loss_scaling(tx)` if `scale` can read the
     optimizer state.
@@ -138,7 +138,7 @@ def _scale_backward_pass(
     has as an operand, although it does not read it. Errors and warnings call the function `name`.
 
     JAX forgets the rules in derivatives of higher order, which differentiate what the rules compute. There, too, the
-    cotangent of a value inside the function is at the scale, and the cotangent of a value outside is in true units, so
+    cotangent of a value inside the function is at the scale, and the cotangent of a value outside is unscaled, so
     that all gradients of one value have one scale, and none underflows because of it. Therefore the rules divide or
     multiply the cotangents of all values that enter or leave the function: of its inputs and outputs, and of its
     cotangents. A cotangent inside holds the scale as a factor, so its own cotangent at the scale is the cotangent of

@@ -17,16 +17,16 @@ from jmpscale._base.tree import PyTree, is_traced
 class Mark(enum.Enum):
     """What an array is."""
 
-    GRADIENT = "a gradient in true units"  # its source is the loss scale
+    GRADIENT = "an unscaled gradient"  # its source is the loss scale
     LOSS = "a loss that value_and_grad returned"
     SCALED = "a loss that scale returned"
     SCALED_BACKWARD = "a loss that scaled_backward returned"
     KNOWN_SCALE = "a loss or a gradient that value_and_grad computed with a scale that is not traced"
     CHECKED = "whether a tree is finite"  # its source is the first gradient of the tree, or the first leaf
-    IN_A_CHECK = "a leaf of a checked tree without gradients in true units"  # its source is the flag
+    IN_A_CHECK = "a leaf of a checked tree without unscaled gradients"  # its source is the flag
     APPLIED = "whether a tree is finite whose arrays optax_step has applied as gradients"
     ADAPTED = "a flag or a gradient by which a scale was adapted"  # its source is the new scale
-    FINITE = "whether gradients in true units are finite"  # its source may be the loss scale after this step
+    FINITE = "whether unscaled gradients are finite"  # its source may be the loss scale after this step
     FINITE_LOSS = "whether the loss is finite"
     LOSS_SCALE = "a loss scale by which a loss was multiplied that is differentiated"
     READ_SCALE = "a loss scale that was read, perhaps to unscale gradients by it"

@@ -1,4 +1,4 @@
-"""Types of leaves: the dtypes that hold gradients in true units, and when two leaves have the same type."""
+"""Types of leaves: the dtypes that hold unscaled gradients, and when two leaves have the same type."""
 
 from collections.abc import Callable
 from typing import Any, TypeGuard

@@ -103,7 +103,7 @@ def diagnose(
         state = static(1.0)
         if has_scaler:
             state, args = find_scaler(args[0]), args[1:]
-        _check_call(fun, args, kwargs)
+        _check_call(fun, args, kwargs, has_scaler)
         check_arguments({"scaler": state, "args": args, "kwargs": kwargs}, "diagnose")
         scale_on_host(state)
         names: list[str] = []  # of the gradients
@@ -132,7 +132,7 @@ def diagnose(
     return diagnose_fun
 
 
-def _check_call(fun: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+def _check_call(fun: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], has_scaler: bool) -> None:
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):  # fun has none
@@ -140,9 +140,11 @@ def _check_call(fun: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTre
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(
-            f"fun must accept the arguments that follow the scaler, but {describe(fun)} does not: {error}. {_OF_A_STEP}"
-        ) from error
+        which, remedy = "its arguments", _OF_A_STEP
+        if has_scaler:
+            which = "the arguments that follow the first one, which contains the scaler"
+            remedy = f"If fun takes the first argument, too, pass it twice. {_OF_A_STEP}"
+        raise TypeError(f"fun must accept {which}, but {describe(fun)} does not: {error}. {remedy}") from error
 
 
 def _checked(fun: Function, has_aux: bool) -> Function:

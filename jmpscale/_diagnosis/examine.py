@@ -20,7 +20,7 @@ from jmpscale._diagnosis.search.lines import find_suspects
 from jmpscale._diagnosis.search.reference import find_changes_of_reference
 from jmpscale._diagnosis.search.repair import Repair, find_repair
 from jmpscale._diagnosis.search.scalers import find_groups
-from jmpscale._diagnosis.search.update import Update, examine_update
+from jmpscale._diagnosis.search.update import Update, examine_update, find_not_finite
 from jmpscale._diagnosis.tell.describe_not_finite import describe_not_finite
 from jmpscale._diagnosis.tell.report import Diagnosis
 from jmpscale._diagnosis.tell.write_report import report_not_finite, write_report
@@ -56,7 +56,7 @@ def examine(
         scales = group.at(examined.fit.scale) if group else examined.fit.scale
         found.append(examined)
     first, *others = _worst_first(found)
-    update = _examine_update(step, first.trials, scales, accepted)
+    update = _examine_update(step, first, scales, accepted)
     return write_report(
         first._replace(
             update=update,
@@ -129,8 +129,12 @@ def _find_sensitive_loss(trials: GradientTrials, fit: Fit, repair: Repair | None
     return SensitiveLoss(error, trials.loss_error_of_rounded_arguments()) if trials.is_ill_conditioned(error) else None
 
 
-def _examine_update(step: TracedStep, trials: GradientTrials, scale: LossScales, accepted: AcceptedErrors) -> Update:
-    if step.update is None or not step.results:
+def _examine_update(step: TracedStep, examined: Examined, scale: LossScales, accepted: AcceptedErrors) -> Update:
+    if step.update is None or step.exact_update is None:
         return Update()
-    program, gradients = step.update.with_given(trials.given(scale)), step.update.gradients
-    return examine_update(program, gradients, step.results, scale, accepted)
+    given = examined.trials.given(scale)
+    not_finite: list[str] = []
+    if math.isfinite(examined.fit.error_at_exponent):  # otherwise the gradients are the reason
+        not_finite = find_not_finite(step.exact_update.with_given(given), step.exact_leaves, scale)
+    program, gradients = step.update.with_given(given), step.update.gradients
+    return examine_update(program, gradients, step.results, scale, accepted, not_finite)

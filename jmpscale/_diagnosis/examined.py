@@ -101,7 +101,10 @@ class Examined(NamedTuple):
         others = [other for other in self.paths if other[-1] == path[-1] and other not in (path, *named)]
         calls = (n for n in range(2, len(path) + 1) if all(other[-n:] != path[-n:] for other in others))
         first = next(calls, 1) if others else 1
-        return path[-1] if first == 1 else f"{path[-1]}, called at {path[-first]}"
+        if first == 1:
+            return path[-1]
+        caller = path[-first].partition(" ")[0]
+        return f"{path[-1].removesuffix(')')}, called at {caller})"
 
     def each_name(self, paths: Collection[Path]) -> tuple[str, ...]:
         """Returns the names of lines."""

@@ -126,6 +126,10 @@ NEAR_ONE = 0.01
 # `SMALLEST_DECAY`; a smaller one is 1.
 LARGE_VALUE, SMALLEST_DECAY = 2.0**10, 1e-6
 
+# The relative change of all else that an update reads. An average that has reached what it averages, and so hardly
+# changes, changes then; a number that does not change is a constant of the step, such as an increment.
+OTHER_VALUES = 0.1
+
 # The factor of gradients that change a leaf, if any do: a leaf that does not change then does not change in this step.
 LARGE_GRADIENT = 2.0**10
 

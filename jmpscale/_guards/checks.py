@@ -182,11 +182,11 @@ def warn_if_loss_is_pair(loss: PyTree) -> None:
 
 
 def warn_if_gradients_are_narrow(grads: PyTree, name: str = "updates") -> None:
-    """Warns about gradients in float16, in which true units underflow."""
+    """Warns about unscaled gradients in float16, in which they underflow."""
     if found := first_leaf(grads, needs_wider_gradient):
         path, x = found
         warn_user(
-            f"the gradients must be float32, got {describe(x)} at {name}{path}: in true units they underflow. They "
+            f"the gradients must be float32, got {describe(x)} at {name}{path}: unscaled gradients underflow. They "
             "were converted after the unscaling, or do not come from jmpscale.value_and_grad, which returns float32."
         )
 

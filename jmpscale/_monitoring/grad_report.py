@@ -149,11 +149,11 @@ def grad_report(grads: PyTree, *, scaler: PyTree = None, axis_name: AxisName = N
     skipped steps, call it in a branch of `jax.lax.cond` on `finite`.
 
     Args:
-      grads: pytree of gradients in true units, as `value_and_grad` returns them. Leaves that are not floating-point or
+      grads: pytree of unscaled gradients, as `value_and_grad` returns them. Leaves that are not floating-point or
         complex are omitted, and so are the new scales and histories of Flax's fp8 layers. The real and imaginary parts
         of a complex number count as two values.
       scaler: the scaler of the step, or any pytree that contains exactly one, for a report on the scaled gradients, as
-        the backward pass held them. Without it the report is on the gradients in true units.
+        the backward pass held them. Without it the report is on the unscaled gradients.
       axis_name: the mapped axes over which to combine the report, as in `all_finite`.
 
     Returns:

@@ -14,6 +14,9 @@ where `arguments` and `results` are the leaves of `call.arguments` and of `out`.
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 
+import jax
+import numpy as np
+
 from jmpscale._base.tree import PyTree
 from jmpscale._step.call import StepCall
 from jmpscale._step.dependence import StepDependence
@@ -59,9 +62,10 @@ def match_state(call: StepCall, out: PyTree, dependence: StepDependence) -> list
 def changed_types(
     call: StepCall, out: PyTree, matches: Sequence[Match], dependence: StepDependence
 ) -> Iterator[tuple[str, PyTree, PyTree]]:
-    """Yields the arguments that come back with their structure, but with other shapes or dtypes, so nothing matches.
+    """Yields the arguments that come back with their structure and shapes, but with other dtypes, so nothing matches.
 
-    Each is a name, the argument, and its new value, which depends on it if the program is known.
+    Each is a name, the argument, and its new value, which depends on it if the program is known. Results with other
+    shapes are results, such as a loss and a norm beside a batch `(x, y)`.
     """
     matched = {position for match in matches for position in match.old}
     taken = {position for match in matches for position in match.new}  # the new values of other arguments
@@ -71,9 +75,15 @@ def changed_types(
         for new in Part("", out[0], 0, is_result=True).nested():
             if taken.intersection(new.leaves):
                 continue
-            if new.types[0] == old.types[0] and (not dependence.is_known or dependence.depends(new.leaves, old.leaves)):
+            if _has_shapes(new, old) and (not dependence.is_known or dependence.depends(new.leaves, old.leaves)):
                 yield old.name, old.tree, new.tree
                 break
+
+
+def _has_shapes(new: Part, old: Part) -> bool:
+    """Tests for equal structures and shapes."""
+    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(part.tree)] for part in (new, old)]
+    return new.types[0] == old.types[0] and shapes[0] == shapes[1]
 
 
 def _arguments(call: StepCall) -> tuple[list[Part], list[Part]]:

@@ -177,7 +177,7 @@ def step_of_state(step: Callable[..., PyTree], args: Sequence[Any], kwargs: dict
     """Returns a step as a function of its state.
 
     Raises:
-      TypeError: no argument comes back, or one with other types; or an argument is abstract or traced.
+      TypeError: no argument comes back, or one with other dtypes; or an argument is abstract or traced.
       ValueError: no argument that comes back contains a scaler; an argument was donated to a compiled function; or
         other processes hold a part of an argument.
     """
@@ -219,13 +219,12 @@ def copy(state: PyTree) -> PyTree:
 
 
 def _raise_for_types(name: str, old: PyTree, new: PyTree) -> NoReturn:
-    """Raises for an argument that comes back with other shapes or dtypes."""
+    """Raises for an argument that comes back with other dtypes."""
     pairs = zip(named_leaves(old), jax.tree.leaves(new), strict=True)
     texts = [(f"{name}{path}", describe(x), describe(y)) for (path, x), y in pairs]
     path, was, now = next(text for text in texts if text[1] != text[2])
     raise TypeError(
-        f"step must return its state with the same shapes and dtypes, but {path} was {was} and is {now}. Convert it in "
-        "step."
+        f"step must return its state with the same dtypes, but {path} was {was} and is {now}. Convert it in step."
     )
 
 

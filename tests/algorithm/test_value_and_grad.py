@@ -28,7 +28,7 @@ def _loss(w, x, *, power=2.0):
     return jnp.mean((w.astype(jnp.float16) * x).astype(jnp.float32) ** power)
 
 
-# --- gradients are in true units ---
+# --- gradients are unscaled ---
 
 
 @pytest.mark.parametrize(("scale", "rtol"), [(2.0**8, 1e-6), (3.0, 1e-3)])  # float16 is exact for powers of two only

@@ -237,6 +237,8 @@ def test_records_of_two_devices_stand_side_by_side():
     assert wrapper.endswith("| - " * len(cards.HEAD) + "|")
     assert "U-Net (T4): omitted: MemoryError: too small" in text
     assert text.count("measured on 2026-01-02") == 2
+    assert text in cards.section({"h100": one, "t4": other})
+    assert not cards.section({})
 
 
 def test_quick_record_is_shown_only_without_another_one(monkeypatch, tmp_path):

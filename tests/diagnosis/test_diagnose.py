@@ -50,14 +50,13 @@ def two_calls(w, x):
 
 def test_two_calls_of_a_compiled_function_are_two_lines():
     diagnosis = diagnose(two_calls, jnp.float32(0.5), jnp.float32([1.0, 2.0]))
-    line = line_of(helper.__wrapped__, "# helper", "helper")
-    called = line_of(two_calls, "# large").replace("test_diagnose.py", ", called at test_diagnose.py")
-    assert diagnosis.lines == (f"{line}{called}",)
-    assert f"mul at {line}{called} reaches 1.8e+05, {LARGEST_NUMBER}" in diagnosis.summary
-    assert {row.line for row in diagnosis.rows if row.line.startswith(line)} == {
-        f"{line}{called}",
-        f"{line}, called at {line_of(two_calls, 'small =')}",
-    }
+    line = line_of(helper.__wrapped__, "# helper", "helper").removesuffix(")")
+    large, small = (
+        f"{line}, called at {line_of(two_calls, text).partition(' ')[0]})" for text in ("# large", "small =")
+    )
+    assert diagnosis.lines == (large,)
+    assert f"mul at {large} reaches 1.8e+05, {LARGEST_NUMBER}" in diagnosis.summary
+    assert {row.line for row in diagnosis.rows if row.line.startswith(line)} == {large, small}
 
 
 def library_calls(w, x):
@@ -552,7 +551,14 @@ WRONG = {
     "a training step that begins with the scaler": (
         lambda: jmpscale.diagnose(train_step)(jmpscale.dynamic(), X, X),
         TypeError,
-        f"train_step does not: missing a required argument: 'batch'. {OF_A_STEP}",
+        "fun must accept the arguments that follow the first one, which contains the scaler, but train_step does "
+        "not: missing a required argument: 'batch'. If fun takes the first argument, too, pass it twice. "
+        f"{OF_A_STEP}",
+    ),
+    "an argument is missing": (
+        lambda: jmpscale.diagnose(lambda w, x: sine(w))(X),
+        TypeError,
+        f"fun must accept its arguments, but <lambda> does not: missing a required argument: 'x'. {OF_A_STEP}",
     ),
     "a training step that begins with the parameters": (
         lambda: jmpscale.diagnose(lambda params, scaler, x: train_step(scaler, params, x))(X, jmpscale.dynamic(), X),

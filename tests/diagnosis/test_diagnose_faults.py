@@ -18,8 +18,8 @@ import diagnosis_programs as programs
 from arrays import normal
 from diagnosis_programs import LARGE, W, X
 from messages import (
+    FORWARD_ALONE,
     GRADIENTS_DIFFER,
-    HALF_FORWARD,
     LARGEST_NUMBER,
     LOSS_DIFFERS,
     NO_GRADIENT,
@@ -87,7 +87,7 @@ FAULTS = {
     ),
     "overflow and rounding": Fault(
         programs.overflow_and_rounding,
-        contains=f". {NORMALIZE} {HALF_FORWARD}",
+        contains=f". {NORMALIZE} {FORWARD_ALONE}",
     ),
     "squares": Fault(programs.squares_overflow, lines=CHAIN),
     "loss": Fault(programs.loss_overflows),

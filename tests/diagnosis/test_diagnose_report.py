@@ -18,8 +18,8 @@ import jmpscale
 import pages
 from diagnosis_programs import H, clip_cotangent, normalized_backward, tiny_backward
 from messages import (
+    FORWARD_ALONE,
     GRADIENTS_DIFFER,
-    HALF_FORWARD,
     LARGEST_NUMBER,
     LOSS_DIFFERS,
     NO_GRADIENT,
@@ -211,9 +211,9 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
     "large error": (
         phases,
         (W, X),
-        f"{GRADIENTS_DIFFER}6.97%, in w: rounding, which may be harmless. {HALF_FORWARD}{{0}} in half precision, they "
-        f"differ by 7%; with {{0}} in float32, by 0. {ONLY_A_RUN} Loss scales from 2^-22 to 2^11 fit; yours is 2^10. It "
-        "is within 2 bits of the largest one, and gradients can grow in the first steps, which are then skipped: "
+        f"{GRADIENTS_DIFFER}6.97%, in w: rounding, which may be harmless. {FORWARD_ALONE}{{0}} makes an error "
+        f"of 7%; with {{0}} in float32, it is 0. {ONLY_A_RUN} Loss scales from 2^-22 to 2^11 fit; yours is 2^10. "
+        "It is within 2 bits of the largest one, and gradients can grow in the first steps, which are then skipped: "
         f"dynamic(init_scale=2.0**5) leaves room. {LOSS_DIFFERS}8.81%.",
     ),
     "backward overflow": (
@@ -239,8 +239,8 @@ SUMMARIES = {  # the loss function, its arguments, and the summary, with the lin
     "float32": (
         squared,
         (W,),
-        f"{NO_HALF_RESULT}, and needs no loss scale. jmpscale.autocast converts its matmuls to half precision, except "
-        'those with precision="highest" and contractions of at most 4 elements.',
+        f"{NO_HALF_RESULT}, so it needs no loss scale. jmpscale.autocast converts its matmuls to half precision, "
+        'except those with precision="highest" and contractions of at most 4 elements.',
     ),
 }
 
@@ -315,7 +315,7 @@ def test_summary_names_the_gradient_with_a_large_error_and_its_share_of_the_norm
 def test_summary_names_what_a_remedy_leaves():
     diagnosis = diagnose(two_errors, {"kernel": W, "bias": W}, X)
     assert diagnosis.lines == (line(two_errors, 0),)
-    assert f" {HALF_FORWARD}{line(phases, 0)} in half precision, they differ by 7%." in diagnosis.summary
+    assert f" {FORWARD_ALONE}{line(phases, 0)} makes an error of 7%." in diagnosis.summary
 
 
 def large_in_float16_and_in_float8(w, x):
@@ -472,7 +472,7 @@ def test_program_of_many_lines():
     assert diagnosis.lines == tuple(names)
     assert f"Compute {', '.join(names[:11])} and 3 others in float32: then" in diagnosis.summary
     assert ". After the first 12 lines, not each was tried without: some may need no change." in diagnosis.summary
-    assert [row.line for row in diagnosis.rows if row.in_lines and not row.backward] == names
+    assert [row.line for row in diagnosis.rows if row.in_lines and row.pass_ != "backward"] == names
     assert {row.alone for row in diagnosis.rows} == {None}
     assert len(diagnosis.rows) > 64
 

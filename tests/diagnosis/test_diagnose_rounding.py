@@ -13,7 +13,7 @@ import jmpscale
 
 from arrays import normal
 from diagnosis_programs import H, fault_line
-from messages import GRADIENTS_DIFFER, HALF_FORWARD, LOSS_DIFFERS, ONLY_A_RUN, OVERFLOW
+from messages import FORWARD_ALONE, GRADIENTS_DIFFER, LOSS_DIFFERS, ONLY_A_RUN, OVERFLOW
 from tables import rows
 
 B = jnp.bfloat16
@@ -43,8 +43,8 @@ def test_moderate_error_names_its_line_and_the_error_that_remains_without_it():
     line = re.escape(place(time_steps))
     found = re.match(
         rf"{GRADIENTS_DIFFER}([\d.]+)%, in params\['first'\], which has [\d.]+% of their norm: rounding, "
-        rf"which may be harmless\. {HALF_FORWARD}{line} in half precision, they differ by ([\d.]+)%"
-        rf"; with {line} in float32, by ([\d.]+)%\. {re.escape(ONLY_A_RUN)} "
+        rf"which may be harmless\. {FORWARD_ALONE}{line} makes an error of ([\d.]+)%"
+        rf"; with {line} in float32, it is ([\d.]+)%\. {re.escape(ONLY_A_RUN)} "
         r"Loss scales from ",
         diagnosis.summary,
     )
@@ -101,7 +101,7 @@ def test_residual_network_that_trains_as_in_float32_has_no_line_that_must_change
     loss_fn, *args = residual_network()
     diagnosis = jmpscale.diagnose(loss_fn)(jmpscale.dynamic(2.0**10), *args)
     assert 0.05 < diagnosis.gradient_error < 0.5
-    assert ": rounding, which may be harmless. With only the " in diagnosis.summary
+    assert ": rounding, which may be harmless. Alone, the " in diagnosis.summary
     assert diagnosis.lines == ()
     low, high = map(math.log2, diagnosis.fitting_scales)
     assert low <= -6
@@ -293,4 +293,4 @@ def test_summary_has_the_words_of_an_error(row):
 def test_rows_are_at_the_present_scale_if_it_fits_with_the_lines_in_float32():
     diagnosis = jmpscale.diagnose(time_steps)(jmpscale.static(1.0), NETWORK, 20 * TIMES)
     assert diagnosis.lines == (place(time_steps),)
-    assert max(row.max_abs for row in diagnosis.rows if row.backward) < 1
+    assert max(row.max_abs for row in diagnosis.rows if row.pass_ == "backward") < 1

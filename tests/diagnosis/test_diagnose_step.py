@@ -416,17 +416,33 @@ def test_diagnose_step_names_a_result_that_is_wrong_beside_the_state():
 
 
 def test_diagnose_step_names_the_line_that_calls_a_wrapped_optimizer():
+    tx = jmpscale.with_loss_scaling(optax.chain(optax.ema(1 - 2.0**-8, accumulator_dtype=B), optax.sgd(0.1)))
+
     def step(w, opt_state, x, y):
         loss, grads = jmpscale.value_and_grad(mean_square)(opt_state, w, x, y)
-        updates, opt_state = TX.update(grads, opt_state, w, value=loss)  # fault
+        updates, opt_state = tx.update(grads, opt_state, w, value=loss)  # fault
+        return w + updates, opt_state
+
+    opt_state = tx.init(W)
+    average, *rest = opt_state.inner_state
+    average = average._replace(ema=jnp.full_like(W, 1.25, B))  # whose change is 0.6 of its last place
+    opt_state = opt_state._replace(inner_state=(average, *rest))
+    diagnosis = jmpscale.diagnose_step(step)(W, opt_state, X, Y)
+    assert diagnosis.lines == (f"test_diagnose_step.py:{fault_line(step)} (step)",)
+
+
+def test_diagnose_step_reports_an_average_without_decay_once():
+    def step(w, opt_state, x, y):
+        loss, grads = jmpscale.value_and_grad(mean_square)(opt_state, w, x, y)
+        updates, opt_state = TX.update(grads, opt_state, w, value=loss)
         return w + updates, opt_state
 
     opt_state = TX.init(W)
     adam, *rest = opt_state.inner_state
-    narrow = adam._replace(nu=jnp.full_like(W, 1e-3, B))  # after many steps, when its change is below its last place
+    narrow = adam._replace(nu=jnp.full_like(W, 1e-3, B))  # after many steps, when it does not change in float32, too
     opt_state = opt_state._replace(inner_state=(narrow, *rest))
     diagnosis = jmpscale.diagnose_step(step)(W, opt_state, X, Y)
-    assert diagnosis.lines == (f"test_diagnose_step.py:{fault_line(step)} (step)",)
+    assert [x.kind for x in diagnosis.findings if x.names == ("opt_state.inner_state[0].nu",)] == [Kind.STALLED]
 
 
 def test_diagnose_step_measures_the_update_apart_from_the_rounding_of_the_gradients():

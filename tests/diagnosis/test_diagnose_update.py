@@ -309,3 +309,19 @@ def test_diagnose_step_says_that_an_array_may_be_state():
     diagnosis = jmpscale.diagnose_step(lone_average)(PARAMS, jnp.ones(16, B) * 3, X, Y)
     assert "mean comes back changed, and was compared by value, as data. If it is state, pass " in diagnosis.summary
     assert diagnosis.state == ("params",)
+
+
+def test_update_that_divides_by_zero_in_float32_too_is_named():
+    """Root mean squares without `eps`, of a row of which a batch has no gradient."""
+    tx = optax.rmsprop(1e-2, eps=0.0)
+
+    def step(params, opt_state, x, y):
+        half = jmpscale.autocast(loss_fn, dtype=B)
+        loss, grads = jax.value_and_grad(half)(params, x.at[:, 3].set(0), y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    diagnosis = jmpscale.diagnose_step(step)(PARAMS, tx.init(PARAMS), X, Y)
+    [finding] = diagnosis.findings
+    assert (finding.kind, finding.names) == (Kind.NOT_FINITE, ("params['a']",))
+    assert diagnosis.summary.startswith("params['a'] becomes infinite or NaN, in float32 too: correct this update.")

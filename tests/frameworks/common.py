@@ -1,4 +1,4 @@
-"""The task of the tests of frameworks, and the lines that the page on a framework adds to a user's program."""
+"""The task of the tests of frameworks, and the lines that the guide for a framework adds to a user's program."""
 
 import pathlib
 import re
@@ -28,8 +28,10 @@ def adamw(learning_rate=3e-3):
     return optax.chain(optax.clip_by_global_norm(0.5 * WEIGHT), optax.adamw(learning_rate, eps=EPSILON))
 
 
-def page_programs(framework):
-    """Returns the program after each of the changes that the page on a framework shows."""
-    page = (GUIDES / f"{framework.lower()}.md").read_text()
-    changes = re.findall(r"^```diff\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+def page_programs(page, section=""):
+    """Returns the program after each of the changes that a guide shows, or a section of a guide."""
+    text = (GUIDES / f"{page}.md").read_text()
+    if section:
+        text = re.split(r"^## ", text.partition(f"\n## {section}\n")[2], flags=re.MULTILINE)[0]
+    changes = re.findall(r"^```diff\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     return ["".join(line[1:] for line in change.splitlines(True) if line[0] != "-") for change in changes]

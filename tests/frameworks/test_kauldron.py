@@ -133,7 +133,7 @@ def train_as_on_the_page(program):
         return train(names["LossScaledModel"](jnp.float16), names["optimizer"])
 
 
-DYNAMIC_ON_PAGE, STATIC_ON_PAGE = page_programs("Kauldron")
+DYNAMIC_ON_PAGE, STATIC_ON_PAGE = page_programs("training_loops", "Kauldron")
 RUNS = {
     "float32": lambda: train(LanguageModel(jnp.float32), adamw()),
     "float16": lambda: train(LanguageModel(jnp.float16), adamw()),

@@ -120,7 +120,7 @@ def as_on_the_page(program, config, tx):
     return namespace["trainer"]
 
 
-AUTOCAST_ON_PAGE, STATIC_ON_PAGE, DYNAMIC_ON_PAGE, HOOK_ON_PAGE = page_programs("Levanter")
+AUTOCAST_ON_PAGE, STATIC_ON_PAGE, DYNAMIC_ON_PAGE, HOOK_ON_PAGE = page_programs("levanter")
 WAYS = {
     "unscaled": lambda config, tx: Trainer(config, tx, loss_fn),
     "around the function of the user": lambda config, tx: Trainer(

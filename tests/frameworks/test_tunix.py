@@ -147,7 +147,7 @@ def as_on_the_page(program, model, tx, config, loss_fn, has_aux):
 # For runs that must be equal bit for bit with and without an overflow: float16 rounds subnormal numbers by the scale.
 keeps_scale = functools.partial(dynamic, growth_interval=2000, hysteresis=2)
 WAYS = {"static": static, "dynamic": dynamic}
-STATIC_ON_PAGE, DYNAMIC_ON_PAGE, GRPO_ON_PAGE = page_programs("Tunix")
+STATIC_ON_PAGE, DYNAMIC_ON_PAGE, GRPO_ON_PAGE = page_programs("tunix")
 GRPO_CHANGES = {  # of the program on the page, for a constant scale
     "scaling(optax.MultiSteps(tx, k))": "scaling(optax.MultiSteps(tx, k), jmpscale.static(1.0))",
     "trainer.model.loss_scale = trainer.optimizer.opt_state.scaler.loss_scale\n": "",

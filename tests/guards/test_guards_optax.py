@@ -152,7 +152,7 @@ WRONG_CALLS = {
     ),
     "float16 gradients": Mistake(
         lambda: SCALE.update({"w": jnp.ones(2, jnp.float16)}, SCALE_STATE),
-        "the gradients must be float32, got float16[2] at updates['w']: in true units they underflow.",
+        "the gradients must be float32, got float16[2] at updates['w']: unscaled gradients underflow.",
         raises=UserWarning,
     ),
     "constant state": Mistake(

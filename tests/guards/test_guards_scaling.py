@@ -1,4 +1,4 @@
-"""`scale` takes floating-point losses, `unscale` gradients not in true units, and `all_finite` a tree of arrays."""
+"""`scale` takes floating-point losses, `unscale` gradients that are not unscaled, and `all_finite` a tree of arrays."""
 
 import jax
 import jax.numpy as jnp

@@ -5,6 +5,7 @@ import functools
 import io
 import math
 import re
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 import jmpscale
+from jmpscale.testing import check_step
 
 import pages
 from messages import NEVER_SCALED, ONE_SCALER
@@ -21,14 +23,16 @@ pytestmark = pytest.mark.usefixtures("standard_promotion", "nothing_scaled")
 
 README = (pages.DOCS.parent / "README.md").read_text()
 README_BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-README_PYTHON, README_TEXTS, README_PY, README_DIFFS = (
-    [x for language, x in README_BLOCKS if language == kind] for kind in ("python", "text", "py", "diff")
+README_PYTHON, README_TEXTS, README_DIFFS = (
+    [x for language, x in README_BLOCKS if language == kind] for kind in ("python", "text", "diff")
 )
 [README_PROGRAM] = (code for code in README_PYTHON if "RunMonitor" in code)
+[README_ADVICE] = re.findall(r"^diagnosis = .*?^    .*?\n", README_PROGRAM, flags=re.MULTILINE | re.DOTALL)
+README_TRAINING = README_PROGRAM.replace(README_ADVICE, "")  # begins with the default scale
 # `test_program_trains_before_and_after_the_first_diff` runs the programs before and after the diff of the overview.
 # `tests/frameworks` runs the programs after the changes on the pages on frameworks, and `test_common_mistakes.py` the
 # page on mistakes.
-UNTESTED_DIFFS = {"index", "guides/kauldron", "guides/levanter", "guides/tunix", "common_mistakes"}
+UNTESTED_DIFFS = {"index", "guides/levanter", "guides/training_loops", "guides/tunix", "common_mistakes"}
 DIFFS = [(page, diff) for page in pages.PAGES if page not in UNTESTED_DIFFS for diff in pages.diffs(page)]
 MIN_TRAINING_STEPS = 20  # a block with fewer losses is not a training run
 
@@ -38,7 +42,7 @@ def test_readme_runs_as_pasted(capsys):
     namespace = {"__name__": "README.md"}
     printed = []
     for code in README_PYTHON:
-        pages.run(code, namespace)
+        run_block(code, "README.md", namespace)
         printed += filter(None, [capsys.readouterr().out])
     if jax.default_backend() == "cpu":  # other devices round differently
         for ours, theirs in zip(printed, README_TEXTS, strict=True):
@@ -46,9 +50,19 @@ def test_readme_runs_as_pasted(capsys):
 
 
 @pytest.mark.full
+def test_functional_step_of_the_readme_passes_the_check(capsys):
+    namespace = {"__name__": "README.md"}
+    pages.run(README_PYTHON[0], namespace)
+    arguments = (namespace[name] for name in ("params", "opt_state", "scaler"))
+    check_step(namespace["train_step"])(*arguments, (namespace["x"], namespace["y"]))
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.full
 def test_readme_program_needs_loss_scaling():
     """The sentences below the program compare it with float32 and with float16 without loss scaling."""
-    program, output = README_PROGRAM, README_TEXTS[1]
+    program = README_TRAINING
+    [output] = (re.search(r".* nats per word", text)[0] for text in README_TEXTS if "nats per word" in text)
     [higher] = map(float, re.findall(r"the loss ends (\d\.\d) nats higher", README))
     changes = {"@jmpscale.autocast\n": "", "optax.adam(5e-3))": "optax.adam(5e-3), jmpscale.disabled())"}
     assert all(program.count(line) == 1 for line in changes)
@@ -82,9 +96,9 @@ def _train_with_invalid_steps(every):
     ],
 )
 def test_monitor_of_the_readme_raises_if_most_steps_are_skipped(every, skips):
-    program = README_PROGRAM
+    program = README_TRAINING
     for line, planted in {
-        "size=2048": "size=8",
+        "2048": "8",
         "train_step(params, opt_state, batch)\n    if": "planted(train_step, step, params, opt_state, batch)\n    if",
     }.items():
         assert program.count(line) == 1
@@ -99,7 +113,7 @@ def test_monitor_of_the_readme_raises_if_most_steps_are_skipped(every, skips):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_monitor_of_the_readme_warns_if_the_loop_loses_the_state():
-    program = README_PROGRAM.replace("size=2048", "size=8")
+    program = README_TRAINING.replace("2048", "8")
     assert program.count("params, opt_state, loss = train_step(") == 1
     program = program.replace("params, opt_state, loss = train_step(", "params, _, loss = train_step(")
     with pytest.raises(UserWarning, match=r"^At 3 calls total_steps of the scaler"):
@@ -129,9 +143,9 @@ FORGOTTEN = {  # a changed line of the README's program, the original line, and 
 def test_readme_program_reports_a_forgotten_line(forgotten):
     """The last of the four changed lines is missed by `check_step` only, as the README calls it."""
     new, old, kind, message = forgotten
-    program, check = README_PROGRAM, README_PYTHON[README_PYTHON.index(README_PROGRAM) + 1]
-    assert program.count(new) == 1
-    program = program.replace(new, old).replace("range(90)", "range(2)").replace("size=2048", "size=64")
+    program, check = README_TRAINING, README_PYTHON[README_PYTHON.index(README_PROGRAM) + 1]
+    assert program.count(new) == program.count("size=(90, 2048)") == 1
+    program = program.replace(new, old).replace("size=(90, 2048)", "size=(2, 64)")
     with pytest.raises(kind, match=message) if kind else contextlib.nullcontext():  # warnings are errors
         pages.run(program + check, {"__name__": "README.md"})
 
@@ -172,7 +186,7 @@ def test_readme_step_passes_the_check_after_the_diff(capsys):
 @pytest.mark.full
 @pytest.mark.parametrize(("size", "skips"), [(0.1, 0), pytest.param(30.0, 1, id="2^16 is too large")])
 def test_scaler_that_the_readme_advises_skips_no_first_step(size, skips):
-    """Runs the lines below the diff; `skips` is what the default scale does to the first step."""
+    """Runs the lines of the program; `skips` is what the default scale does to the first step."""
 
     def loss_fn(params, batch):
         return jnp.square(batch @ params).mean()
@@ -189,8 +203,9 @@ def test_scaler_that_the_readme_advises_skips_no_first_step(size, skips):
     params, batch = jnp.ones((8, 1)), jnp.full((8, 8), size / 8)
     default = tx.init(params)
     assert skips_of_first_step(default) == skips
-    namespace = {"train_step": train_step, "params": params, "opt_state": default, "batch": batch, "jmpscale": jmpscale}
-    pages.run(*README_PY, namespace)
+    namespace = {"train_step": train_step, "params": params, "opt_state": default, "batches": [batch]}
+    namespace |= {"jmpscale": jmpscale, "textwrap": textwrap}
+    pages.run(README_ADVICE, namespace)
     assert (namespace["opt_state"] is default) == (skips == 0)
     assert skips_of_first_step(namespace["opt_state"]) == 0
 
@@ -314,6 +329,32 @@ def test_recurrent_state_that_is_not_gated_keeps_every_later_step_from_being_app
     pages.run(program.replace("range(200)", "range(20)"), namespace)
     with pytest.raises(AssertionError, match=r"skipped step changed state\['hidden'\]"):
         pages.run(check, namespace)
+
+
+RECIPES = {  # steps of the recipes from PyTorch; their optimizers and data, if not `tx` and `batch`
+    "train_step": {},
+    "clipped_step": {"tx": "clipped_tx"},
+    "accumulated_step": {"batch": "micro_batches"},
+    "penalized_step": {},
+    "custom_step": {},
+    "partly_half_step": {},
+    "inspected_step": {},
+}
+
+
+@pytest.mark.full
+def test_recipes_from_torch_pass_the_check():
+    namespace = {"__name__": "docs/moving/torch_recipes.md"}
+    for _, code, _ in pages.blocks("moving/torch_recipes"):
+        pages.run(code, namespace)
+    for name, other in RECIPES.items():
+        tx, batch = namespace[other.get("tx", "tx")], namespace[other.get("batch", "batch")]
+        params = namespace["start"]
+        check_step(namespace[name])(params, tx.init(params), jmpscale.dynamic(), batch)
+    models = {name: namespace["init"](jax.random.key(0)) for name in namespace["optimizers"]}
+    opt_states = {name: tx.init(models[name]) for name, tx in namespace["optimizers"].items()}
+    check = check_step(namespace["two_models_step"], ignore=("models", "opt_states"))
+    check(models, opt_states, jmpscale.dynamic(), namespace["batch"])
 
 
 WIDTH = 100  # characters of output or of a notebook's code that the site shows without a scroll bar

@@ -399,10 +399,12 @@ def test_match_state_enters_the_pmap_of_jax_before_0_8():
 
 
 def test_changed_types_omits_an_argument_if_the_result_of_its_structure_belongs_to_another_one():
-    other = {"a": jnp.ones((2, 5)), "b": jnp.ones(5)}  # a generator, as a step of the discriminator receives it
+    other = jax.tree.map(
+        lambda p: p.astype(jnp.float16), PARAMS
+    )  # a generator, as a step of the discriminator receives it
 
     def step(params, other, batch):
-        loss = _loss(params, batch) + jnp.sum(other["a"])
+        loss = _loss(params, batch) + sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(other))
         return jax.tree.map(lambda p: p / (2 + loss), params), loss
 
     call = StepCall(step, (PARAMS, other, X), {})
@@ -414,6 +416,21 @@ def test_changed_types_omits_an_argument_if_the_result_of_its_structure_belongs_
         "params",
         "other",
     ]
+
+
+@pytest.mark.full
+def test_changed_types_omits_a_batch_beside_results_with_other_shapes():
+    def step(params, batch):
+        x, y = batch
+        loss = _loss(params, x) + jnp.mean(y)
+        return jax.tree.map(lambda p: p / (2 + loss), params), (loss, jnp.sqrt(loss))
+
+    call = StepCall(step, (PARAMS, (X, X)), {})
+    out, program = call.trace()
+    dependence = StepDependence(call, out, program)
+    matches = match_state(call, out, dependence)
+    assert [match.name for match in matches] == ["params"]
+    assert not list(changed_types(call, out, matches, dependence))
 
 
 def test_match_state_counts_python_numbers_as_arrays():

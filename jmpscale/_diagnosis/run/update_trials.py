@@ -25,7 +25,7 @@ from jmpscale._diagnosis.run.lossless import (
 from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site
 from jmpscale._diagnosis.run.moves import perturb
 from jmpscale._diagnosis.run.scaler_group import LossScales
-from jmpscale._diagnosis.thresholds import CHANGE, DRAWS, LARGE_GRADIENT, TRIED_ALONE, AcceptedErrors
+from jmpscale._diagnosis.thresholds import DRAWS, LARGE_GRADIENT, OTHER_VALUES, TRIED_ALONE, AcceptedErrors
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Program, Result
 from jmpscale._programs.interpret import widen
@@ -73,7 +73,7 @@ class UpdateTrials:
         if not own:
             return
         others = [i for i, x in enumerate(self.forms.program.consts) if i not in own and is_real(x) and np.ndim(x)]
-        consts = [x * np.float32(1 + CHANGE) if i in others else x for i, x in enumerate(self._consts)]
+        consts = [x * np.float32(1 + OTHER_VALUES) if i in others else x for i, x in enumerate(self._consts)]
         written, changed = self._run({}, Mode.AS_WRITTEN), self._run({}, Mode.FLOAT32, consts)
         for change in bad:
             i = self.results.index(change.result)
@@ -88,7 +88,7 @@ class UpdateTrials:
 
         The values are given by the positions of the results.
         """
-        consts = [perturb(x, CHANGE) for x in self._consts]
+        consts = [perturb(x, OTHER_VALUES) for x in self._consts]
         consts = [jnp.zeros_like(x) if i in self._gradients else x for i, x in enumerate(consts)]
         return self._run({}, Mode.FLOAT32, self._with(consts, values))
 

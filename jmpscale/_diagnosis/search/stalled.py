@@ -157,13 +157,14 @@ def _groups(trials: UpdateTrials, leaves: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def find_unchanged(trials: UpdateTrials, changes: Sequence[Change]) -> Unchanged | None:
-    """Finds leaves that do not change, but do if constants in half precision have other last digits.
+def find_unchanged(trials: UpdateTrials, changes: Sequence[Change], known: Container[str]) -> Unchanged | None:
+    """Finds leaves that do not change, but do if constants in half precision have other last digits, unless `known`.
 
     The reference has the constants of the program, so no comparison shows that one of them is rounded, as 0.999 is to 1
     in the bias correction of an average.
     """
-    leaves = [i for i, x in enumerate(changes) if x.is_zero and x.result.is_changed and x.result.is_gradient_led]
+    led = [i for i, x in enumerate(changes) if x.is_zero and x.result.is_changed and x.result.is_gradient_led]
+    leaves = [i for i in led if changes[i].result.name not in known]
     if not leaves:
         return None
     runs = DecayTrials(trials)

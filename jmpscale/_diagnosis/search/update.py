@@ -5,6 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+from jmpscale._base.memory import on_device
 from jmpscale._diagnosis.run.changes import Change
 from jmpscale._diagnosis.run.forms import Forms
 from jmpscale._diagnosis.run.modes import Mode, Part, Site, Statistics
@@ -17,6 +21,7 @@ from jmpscale._diagnosis.search.stalled import Stalled, Unchanged, find_stalled,
 from jmpscale._diagnosis.thresholds import ALMOST_BAD, AcceptedErrors
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Program, Result
+from jmpscale._programs.compile import compiled_when_called
 
 
 class Update(NamedTuple):
@@ -33,6 +38,7 @@ class Update(NamedTuple):
     unchanged: Unchanged | None = None
     not_compared: NotCompared = NotCompared()
     counters: tuple[Counter, ...] = ()
+    not_finite: tuple[str, ...] = ()  # the names of the leaves that become infinite or NaN in float32, too
 
     @property
     def all_paths(self) -> list[Path]:
@@ -55,19 +61,29 @@ def _importance(change: Change) -> tuple[bool, bool, float]:
 
 
 def examine_update(
-    program: Program, gradients: Collection[int], results: Sequence[Result], scale: LossScales, accepted: AcceptedErrors
+    program: Program,
+    gradients: Collection[int],
+    results: Sequence[Result],
+    scale: LossScales,
+    accepted: AcceptedErrors,
+    not_finite: Sequence[str],
 ) -> Update:
-    """Compares the results of a step at its loss scales, and finds the lines that must compute in float32."""
+    """Compares the results of a step at its loss scales, and finds the lines that must compute in float32.
+
+    `not_finite` are the names of the other leaves that become infinite or NaN.
+    """
     if not results:
-        return Update()
+        return Update(not_finite=tuple(not_finite))
     trials = UpdateTrials(program, gradients, results, scale, accepted)
     trials.find_lossless([x.result for x in trials.changes({}) if x.is_narrow and x.badness > 1])
     trials.find_noise([x for x in trials.changes({}) if x.result.is_changed and 1 < x.badness < math.inf])
     changes = trials.changes({})
     paths, is_repaired = _find_lines(trials)
     then = trials.changes(trials.with_lines(paths))
-    stalled, unchanged = tuple(find_stalled(trials)), find_unchanged(trials, changes)
-    known = {x.result.name for x in stalled} | {x.name for x in (unchanged.results if unchanged else ())}
+    stalled = tuple(find_stalled(trials))
+    known = {x.result.name for x in stalled}
+    unchanged = find_unchanged(trials, changes, known)
+    known.update(x.name for x in (unchanged.results if unchanged else ()))
     is_large = max((x.badness for x in changes), default=0.0) > ALMOST_BAD
     return Update(
         tuple(changes),
@@ -81,7 +97,22 @@ def examine_update(
         unchanged,
         find_not_compared(trials, known),
         tuple(find_counters(trials)),
+        (*(x.result.name for x in changes if not x.is_finite), *not_finite),
     )
+
+
+def find_not_finite(program: Program, leaves: Sequence[Result], scale: LossScales) -> list[str]:
+    """Returns the names of the leaves, the outputs of a program, that become infinite or NaN, and were not before."""
+    if not leaves:
+        return []
+    pairs = zip(leaves, Forms(program).run_as_written(scale), strict=True)
+    olds = [on_device(program.consts[x.input]) for x in leaves if x.input is not None]
+    return [x.name for (x, new), old in zip(pairs, olds, strict=True) if bool(_loses_finite(old, new))]
+
+
+@compiled_when_called
+def _loses_finite(old: jax.Array, new: jax.Array) -> jax.Array:
+    return (jnp.isfinite(old) & ~jnp.isfinite(new)).any()
 
 
 def _find_lines(trials: UpdateTrials) -> tuple[list[Path], bool]:

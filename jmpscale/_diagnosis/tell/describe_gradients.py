@@ -16,6 +16,7 @@ from jmpscale._diagnosis.tell.phrases import (
     describe_edit,
     describe_layers,
     name_of_worst,
+    size,
 )
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
@@ -86,10 +87,10 @@ def _describe_reference(examined: Examined, changes: Errors) -> Told:
 
 def _describe_no_half(examined: Examined) -> str:
     if not examined.present.has_scaler:
-        return f"The gradients have no result in {examined.step.precision}."
+        return f"No part of the gradients is computed in {examined.step.precision}."
     return (
-        "The program has no result in half precision, and needs no loss scale. jmpscale.autocast converts its matmuls "
-        'to half precision, except those with precision="highest" and contractions of at most 4 elements.'
+        "No part of the program is computed in half precision, so it needs no loss scale. jmpscale.autocast converts "
+        'its matmuls to half precision, except those with precision="highest" and contractions of at most 4 elements.'
     )
 
 
@@ -122,7 +123,7 @@ def _describe_rounding(examined: Examined, begin: str, errors: Errors | None) ->
         part, alone, paths, remaining = examined.suspects
         layers = describe_layers(examined, part)
         mostly = f", mostly by its operations {layers}" if layers else ""
-        edit = f"with {examined.names(paths)} in float32{describe_edit(examined, paths)}, {by(remaining)}"
+        edit = f"with {examined.names(paths)} in float32{describe_edit(examined, paths)}, it is {size(remaining)}"
         text = f"{text}{describe_alone(examined, part, alone)}{mostly}; {edit}."
     return f"{text} {_COMPARE_A_RUN}"
 

@@ -161,7 +161,7 @@ def _promise_of_lines(examined: Examined, lines: Lines) -> str:
     """Describes the errors and the scales with lines in float32."""
     is_all = not examined.not_entered and set(lines.paths).issuperset(examined.trials.program.paths)
     if is_all and examined.advice_then is None:
-        return f"then the gradients have no result in {examined.step.precision}"
+        return f"then no part of the gradients is computed in {examined.step.precision}"
     return _promise(examined, lines.scales)
 
 

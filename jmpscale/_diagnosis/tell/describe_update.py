@@ -199,7 +199,7 @@ def describe_not_compared(found: NotCompared) -> list[Told]:
 
 
 def _describe_not_finite(update: Update) -> list[Told]:
-    wrong = tuple(x.result.name for x in update.changes if not x.is_finite)
+    wrong = update.not_finite
     if not wrong:
         return []
     verb = "becomes" if len(wrong) == 1 else "become"

@@ -14,8 +14,12 @@ from jmpscale._diagnosis.trace.program import Result
 from jmpscale._programs.source import is_installed
 
 
+def size(fraction: float) -> str:
+    return format_percentage(fraction).replace(">", "more than ")
+
+
 def by(fraction: float) -> str:
-    return f"by {format_percentage(fraction).replace('>', 'more than ')}"
+    return f"by {size(fraction)}"
 
 
 def by_gradient(examined: Examined, errors: Errors | None) -> str:
@@ -49,8 +53,8 @@ def name_of_worst(examined: Examined, errors: Errors) -> str:
 def describe_alone(examined: Examined, part: Part, error: float) -> str:
     """Names a line with its error alone."""
     which = "backward" if part.backward else "forward"
-    line, precision = examined.name(part.path), examined.step.precision
-    return f" With only the {which} pass of {line} in {precision}, they differ {by(error)}"
+    makes = f"makes an error of {size(error)}" if math.isfinite(error) else "makes values that are not finite"
+    return f" Alone, the {which} pass of {examined.name(part.path)} {makes}"
 
 
 def describe_layers(examined: Examined, part: Part) -> str:

@@ -58,11 +58,6 @@ class DiagnosisRow:
     layers: tuple[str, ...] = ()
 
     @property
-    def backward(self) -> bool:
-        """Whether the row is about the backward pass."""
-        return self.pass_ == "backward"
-
-    @property
     def headroom(self) -> float:
         """The number of bits by which the result could grow before it overflows."""
         return math.log2(float(jnp.finfo(self.dtype).max) / self.max_abs) if self.max_abs > 0 else math.inf

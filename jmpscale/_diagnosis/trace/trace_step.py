@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -48,7 +49,7 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
     arrays = StepArrays(call, out, matches, dependence)
     exposed = _expose_gradients(written, arrays)
     loss, results = _separate_loss(exposed, arrays.results)
-    update, results = _cut(exposed, results)
+    update, results, exact_update, exact_leaves = _cut(exposed, results)
     one = core.Literal(np.float32(1.0), jax.typeof(np.float32(1.0)))
     is_read = Passes(written.jaxpr, 0).inputs_in_forward
     return TracedStep(
@@ -56,6 +57,8 @@ def _traced_step(call: StepCall, out: PyTree, traced: core.ClosedJaxpr) -> Trace
         tuple(name_gradients(written.jaxpr, exposed.gradients_as_written, arrays.results, is_read)),
         update,
         tuple(results),
+        exact_update,
+        tuple(exact_leaves),
         tuple(match.name for match in matches),
         _may_be_state([x for x in found if x not in matches], out, dependence),
         loss is not None,
@@ -120,13 +123,24 @@ def _separate_loss(step: _Exposed, results: Sequence[Result]) -> tuple[Any, list
     return loss, others
 
 
-def _cut(exposed: _Exposed, results: Sequence[Result]) -> tuple[Update, list[Result]]:
-    """Returns the program of the results to which rounding makes a difference if the gradients are given, and them."""
+def _cut(exposed: _Exposed, results: Sequence[Result]) -> tuple[Update, list[Result], Update, list[Result]]:
+    """Returns the program of the results to which rounding makes a difference if the gradients are given, and them.
+
+    It also returns the same for the leaves of the state to which it makes none.
+    """
     update = cut(
         exposed.program.with_outputs([exposed.results[x.output] for x in results]), exposed.given, exposed.gradients
     )
     jaxpr = update.program.jaxpr
-    selected = zip(select_compared(jaxpr, len(update.given), results), jaxpr.outvars, strict=True)
-    pairs = [(result, variable) for result, variable in selected if result is not None]
-    program = update.program.with_outputs([variable for _, variable in pairs])
-    return update._replace(program=program), [result for result, _ in pairs]
+    selected = select_compared(jaxpr, len(update.given), results)
+    pairs = [(x, y) for x, y in zip(selected, jaxpr.outvars, strict=True) if x is not None]
+    computed = {x for eqn in jaxpr.eqns for x in eqn.outvars}
+    exact = [(x, y) for x, y, z in zip(results, jaxpr.outvars, selected, strict=True) if z is None and x.is_leaf]
+    exact = [(x, y) for x, y in exact if isinstance(y, core.Var) and y in computed]
+    others = [(x, y) for x, y in exact if jnp.issubdtype(x.dtype, np.inexact)]
+
+    def part(pairs: Sequence[tuple[Result, Any]]) -> tuple[Update, list[Result]]:
+        program = update.program.with_outputs([variable for _, variable in pairs])
+        return update._replace(program=program), [result for result, _ in pairs]
+
+    return *part(pairs), *part(others)

@@ -15,6 +15,8 @@ class TracedStep(NamedTuple):
     gradients: tuple[str, ...]  # their names
     update: Update | None = None  # the program of the results; None for a loss function
     results: tuple[Result, ...] = ()  # those that half precision may change other than through the gradients
+    exact_update: Update | None = None  # the program of the leaves that it changes through the gradients alone
+    exact_leaves: tuple[Result, ...] = ()
     state: tuple[str, ...] | None = None  # the arguments that the step returns; None for a loss function
     may_be_state: tuple[str, ...] = ()  # arguments in half precision that come back changed, and were taken for data
     has_loss: bool = True  # otherwise the first output is 1
