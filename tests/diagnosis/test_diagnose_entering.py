@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jmpscale
@@ -120,59 +119,6 @@ def test_diagnose_names_an_input_whose_lost_digits_change_the_gradients():
     assert (finding.kind, finding.names) == (Kind.ROUNDED_INPUT, ("table",))
 
 
-def adapters(params, backbone, x):
-    """Has low-rank adapters beside parameters in bfloat16."""
-
-    def layer(h, w):
-        w, a, b = w
-        return h + jnp.tanh(h @ w + (h @ a.astype(B)) @ b.astype(B)) * B(0.5), None
-
-    h, _ = jax.lax.scan(layer, x, (backbone, params["a"], params["b"]))
-    return jnp.mean((h.astype(F) - X) ** 2)
-
-
-def regression(params, x, y):
-    return jnp.mean((model(params, x) - y.astype(F)) ** 2)
-
-
-def masked(params, x, mask, weights):
-    probability = jnp.sqrt(1 - mask.astype(F)) + weights.astype(F)[:, None]
-    return jnp.mean(probability * (model(params, x) - jnp.sin(X)) ** 2)
-
-
-def trained(step, state, steps, *args):
-    return jax.jit(lambda s: jax.lax.scan(lambda s, _: (step(s, *args)[0], None), s, None, steps)[0])(state)
-
-
-HALF_BATCH = X.astype(B), jnp.sin(X).astype(B)
-MASK = (jnp.arange(128) % 2).astype(B)[:, None]
-BACKBONE = normal(4, 24, 16, 16, scale=0.35).astype(B)
-ADAPTERS = {"a": normal(5, 24, 16, 4, scale=0.25), "b": jnp.zeros((24, 4, 16))}
-FINE = {  # a step, its state, the number of steps before, and its other arguments
-    "images": (sgd(regression), PARAMS, 0, HALF_BATCH),
-    "images, later": (sgd(regression), PARAMS, 20000, HALF_BATCH),
-    "table of cosines": (
-        sgd(regression),
-        PARAMS,
-        0,
-        (jnp.cos(TIMES.astype(F)[:, None] * np.ones((1, 16), np.float32)).astype(B), X),
-    ),
-    "exact mask": (sgd(masked), PARAMS, 0, (X, MASK, MASK[:, 0] * B(0.5))),
-    "small integers": (sgd(time_steps), PARAMS, 0, (jnp.arange(128).astype(B),)),
-    "large integers whose digits do not matter": (sgd(time_steps), PARAMS, 0, (TIMES.astype(H),)),
-    "backbone": (sgd(adapters), ADAPTERS, 0, (BACKBONE, X.astype(B))),
-    "backbone, later": (sgd(adapters), ADAPTERS, 100, (BACKBONE, X.astype(B))),
-    "schedule in float32": (sgd(denoising), PARAMS, 0, (SCHEDULE, LATE)),
-}
-
-
-@pytest.mark.parametrize("name", names(FINE, default={"images, later", "exact mask"}))
-def test_diagnose_step_finds_nothing_in_inputs_whose_lost_digits_do_not_matter(name):
-    step, state, steps, args = FINE[name]
-    state = trained(step, state, steps, *args) if steps else state
-    assert jmpscale.diagnose_step(step)(state, *args).findings == ()
-
-
 # --- Random numbers in half precision. ---
 
 
@@ -254,31 +200,6 @@ def test_diagnose_step_names_random_numbers_that_choose_what_only_the_state_hold
     assert (finding.kind, finding.lines) == (Kind.COARSE_RANDOM, (place(step),))
 
 
-def noisy(key, params):
-    hidden = X.astype(B) + B(0.1) * jax.random.normal(key, X.shape, B)
-    return jax.nn.relu(hidden - B(2.8)).astype(F)
-
-
-FINE_DRAWS = {
-    "categorical in float32": lambda key, _: one_hot_of(jax.random.categorical(key, jnp.zeros(512), shape=(64,)), 512),
-    "few actions": lambda key, params: one_hot_of(jax.random.categorical(key, jnp.zeros(16, B), shape=(512,)), 128),
-    "dropout": lambda key, params: (jax.random.uniform(key, X.shape, B) < B(0.9)).astype(F),
-    "dropout by bernoulli": lambda key, params: jax.random.bernoulli(key, 0.999, X.shape).astype(F),
-    "dropout without dropping": lambda key, params: (jax.random.uniform(key, X.shape, B) < B(1)).astype(F),
-    "one rare number of a few": lambda key, params: (jax.random.uniform(key, (128, 1), B) < B(0.02)).astype(F),
-    "noise": noisy,
-    "noise before a matmul and an argmax": lambda key, params: jnp.argmax(
-        jax.random.normal(key, (128, 16), B).astype(F) @ normal(6, 16, 512), 1
-    )[:, None].astype(F),
-    "permutation": lambda key, params: jax.random.permutation(key, 512)[:128, None] / 512,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", names(FINE_DRAWS, default={"dropout"}))
-def test_diagnose_step_finds_nothing_in_random_numbers_that_are_fine_enough(name):
-    assert jmpscale.diagnose_step(with_weights(FINE_DRAWS[name]))(PARAMS, jax.random.key(1)).findings == ()
-
-
 # --- Counters in half precision. ---
 
 
@@ -306,12 +227,6 @@ def wide_sum(state, grads, loss, x):
     return {"n": (state["n"].astype(F) + len(x)).astype(state["n"].dtype)}
 
 
-def kahan(state, grads, loss, x):
-    y = 1 - state["c"]
-    n = state["n"] + y
-    return {"n": n, "c": (n - state["n"]) - y}
-
-
 COUNTERS = {  # a step and its state, the value at which the counter stops, and the dtype
     "plus one": (*with_counter(plus_one, B(0)), 256, "bfloat16"),
     "later": (*with_counter(plus_one, B(100)), 256, "bfloat16"),
@@ -337,32 +252,15 @@ def test_diagnose_step_predicts_where_a_counter_stops(name):
     assert f"state['n'] will stop at {stop}: " in diagnosis.summary
 
 
-NO_COUNTERS = {
-    "float32": with_counter(plus_one, F(0)),
-    "integer": with_counter(plus_one, jnp.int32(0)),
-    "begins again": with_counter(lambda s, *_: {"n": jnp.where(s["n"] < 10, s["n"] + 1, 0)}, B(0)),
-    "saturates": with_counter(lambda s, *_: {"n": jnp.minimum(s["n"] + 1, 100)}, B(0)),
-    "counts down": with_counter(lambda s, *_: {"n": jnp.maximum(s["n"] - 1, 0)}, B(100)),
-    "counts down below zero": with_counter(lambda s, *_: {"n": s["n"] - 1}, B(100)),
-    "Kahan summation": with_counter(kahan, B(0), c=B(0)),
-    "sum of losses": with_counter(lambda s, grads, loss, x: {"n": s["n"] + loss.astype(B)}, B(0)),
-    "sum of gradients": with_counter(lambda s, grads, *_: {"n": s["n"] + grads["a"].sum().astype(B)}, B(0)),
-    "sum of data": with_counter(lambda s, grads, loss, x: {"n": s["n"] + x[0, 0].astype(B)}, B(0)),
-    "average of ones": with_counter(lambda s, *_: {"n": B(0.9) * s["n"] + B(0.1)}, B(0)),
-}
-
-
-@pytest.mark.parametrize("name", names(NO_COUNTERS, default={"begins again", "sum of losses", "sum of gradients"}))
-def test_diagnose_step_finds_nothing_in_what_does_not_count_or_does_not_stop(name):
-    step, state = NO_COUNTERS[name]
-    assert jmpscale.diagnose_step(step)(state, X).findings == ()
-
-
 # --- Integers that are indices. ---
 
 TABLE = jnp.cos(jnp.arange(512.0)[:, None] / 40 + jnp.arange(16.0)[None])
 ONES = jnp.ones((512, 1))
 LONG = normal(7, 512, 16)
+
+
+def regression(params, x, y):
+    return jnp.mean((model(params, x) - y.astype(F)) ** 2)
 
 
 def with_indices(lookup):
@@ -420,50 +318,6 @@ def test_diagnose_step_names_lines_that_make_indices_wrong(name):
     assert finding.error == diagnosis.gradient_error
     assert finding.error_then < 0.01
     assert diagnosis.lines == (line,)
-
-
-ROUTER = normal(8, 16, 1) + normal(9, 16, 4, scale=0.01)  # whose scores are nearly equal
-
-
-def routed(params, dtype):
-    """Returns the tokens of experts that nearly equal scores choose, by the positions of the tokens in an expert."""
-    scores = LONG.astype(B) @ ROUTER.astype(B)
-    chosen = jax.nn.one_hot(jnp.argmax(scores, 1), 4, dtype=dtype)
-    position = jnp.sum((jnp.cumsum(chosen, 0) - 1) * chosen, 1).astype(int)
-    return TABLE[position]
-
-
-def fake_quantized(params):
-    hidden = LONG.astype(B) @ params["a"].astype(B)
-    scale = jnp.abs(hidden).max() / 127
-    rounded = jnp.round(hidden / scale).astype(jnp.int8).astype(B) * scale
-    return (hidden + jax.lax.stop_gradient(rounded - hidden)).astype(F)[:, :16]
-
-
-def interpolated(params):
-    position = (jnp.abs(jnp.sin(LONG[:, 0])) * 62).astype(B)
-    index = jnp.floor(position).astype(int)
-    weight = (position - jnp.floor(position)).astype(F)[:, None]
-    return TABLE[index] * (1 - weight) + TABLE[index + 1] * weight
-
-
-RIGHT_INDICES = {
-    "exact positions": lambda params: TABLE[(jnp.cumsum(ONES.astype(B)[:200], 0) - 1).astype(int)[:, 0]].sum(0)[None],
-    "positions in float32 of chosen experts": lambda params: routed(params, F),
-    "exact positions of chosen experts": lambda params: routed(params, B),
-    "fake quantization": fake_quantized,
-    "interpolation": interpolated,
-    "nearest code": lambda params: TABLE[jnp.argmin(((LONG[:, None] - TABLE[None, :64]) ** 2).astype(B).sum(2), 1)],
-    "few bins": lambda params: TABLE[jnp.floor(jax.nn.sigmoid(LONG[:, 0].astype(B)) * 16).astype(int)],
-    "one index": lambda params: TABLE[(LONG[0, 0].astype(B) * B(0.4) + B(300)).astype(int)][None],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", names(RIGHT_INDICES, default={"positions in float32 of chosen experts", "fake quantization"})
-)
-def test_diagnose_step_finds_nothing_in_integers_that_may_differ(name):
-    assert jmpscale.diagnose_step(sgd(with_indices(RIGHT_INDICES[name])))(PARAMS).findings == ()
 
 
 @pytest.mark.full

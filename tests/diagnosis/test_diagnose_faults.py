@@ -1,4 +1,4 @@
-"""diagnose finds the lines and the reason of each planted fault, and gives no false alarm for healthy programs."""
+"""diagnose finds the lines and the reason of each planted fault."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ import jmpscale
 
 import diagnosis_programs as programs
 from arrays import normal
-from diagnosis_programs import LARGE, MASKS, W, X
+from diagnosis_programs import LARGE, W, X
 from messages import (
     FORWARD_ALONE,
     GRADIENTS_DIFFER,
@@ -35,7 +35,7 @@ from messages import (
     TOO_SMALL,
     UNDERFLOW,
 )
-from tables import names, rows
+from tables import names
 
 NEVER_FINITE = f"The gradients are not finite at any loss scale, but are finite in float32: {ROUNDING} "
 NOT_FINITE = "The result of "
@@ -251,39 +251,6 @@ def test_diagnose_finds_the_lines_of_a_fault(name):
 def test_diagnose_finds_the_lines_of_a_fault_in_a_layer(create):
     fault = create()
     check_fault(fault, diagnose(fault, fault.fun))
-
-
-ATTENTION = normal(8, 2, 16, 8)
-HEALTHY = {  # the loss function and its arguments
-    "mlp": (programs.mlp_by_hand, (W, X)),
-    "autocast": (jmpscale.autocast(programs.mlp), (W, X)),
-    "bias before normalization": (programs.bias_before_normalization, ({"w": W, "b": jnp.zeros(8)}, X)),
-    "quantizer": (programs.quantizer, ({"w": W, "unit": jnp.float32(3)}, X)),
-    "saturated softmax": (jmpscale.autocast(programs.saturated_softmax), ({"q": 10 * W, "k": 10 * W.T, "v": W}, X)),
-    "saturated activation": (programs.saturated_activation, (W, X)),
-    "while": (programs.while_loop, (W, X)),
-    "zero derivative": (jmpscale.autocast(programs.zero_derivative), ({"w": W, "unused": X}, X)),
-    "critic": (jmpscale.autocast(programs.critic), (W, X)),
-    "ctc": (jmpscale.autocast(programs.ctc), (W, X)),
-    "remat": (jmpscale.autocast(programs.checkpointed), (W, X)),
-}
-HEALTHY |= {f"mask {name}": (programs.attention(mask), (W, ATTENTION)) for name, mask in MASKS.items()}
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("standard_promotion")  # of optax.ctc_loss
-@pytest.mark.parametrize("program", rows(HEALTHY))
-def test_diagnose_gives_no_alarm_for_a_healthy_program(program):
-    fun, args = program
-    diagnosis = jmpscale.diagnose(fun)(jmpscale.static(2.0**12), *args)
-    assert re.fullmatch(
-        r"Loss scales from 2\^[-\d]+ to 2\^[-\d]+ fit; yours is 2\^12\. "
-        rf"{GRADIENTS_DIFFER}.*%(, in .*)?\.",
-        diagnosis.summary,
-    )
-    assert diagnosis.lines == ()
-    assert diagnosis.gradient_error < 0.05
-    assert diagnosis.loss == pytest.approx(diagnosis.loss_float32, rel=0.02)
 
 
 @pytest.mark.full

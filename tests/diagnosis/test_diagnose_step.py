@@ -16,7 +16,7 @@ import meshes
 from arrays import normal
 from diagnosis_programs import H, fault_line
 from messages import GRADIENTS_DIFFER, HALVED, IGNORED_SCALER, LOSS_DIFFERS
-from tables import names, rows
+from tables import names
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -267,17 +267,6 @@ def optimized(tx):
     return step
 
 
-def copied(dtype):
-    """Returns a step whose parameters in half precision are a copy of float32 ones, which the optimizer updates."""
-
-    def step(copy, params, batch):
-        loss, grads = jax.value_and_grad(regression)(copy, batch)
-        params = jax.tree.map(lambda p, g: p - 1e-4 * g.astype(F), params, grads)
-        return jmpscale.cast(params, dtype), params, loss
-
-    return step
-
-
 def averaged(decay):
     def step(params, average, batch):
         loss, grads = jax.value_and_grad(regression)(params, batch)
@@ -333,32 +322,6 @@ def counter(state, batch):
     loss, grads = jax.value_and_grad(regression)(state["params"], batch)
     count = state["count"] + 1  # fault
     return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads), "count": count}, loss
-
-
-def compensated(params, lost, batch):
-    """Kahan summation."""
-    loss, grads = jax.value_and_grad(regression)(params, batch)
-    change = jax.tree.map(lambda g, c: B(-1e-3) * g - c, grads, lost)
-    new = jax.tree.map(lambda p, u: p + u, params, change)
-    return new, jax.tree.map(lambda n, p, u: (n - p) - u, new, params, change), loss
-
-
-def in_halves(high, low, batch):
-    """Parameters that are stored as a sum of two."""
-    params = jax.tree.map(lambda x, y: x.astype(F) + y.astype(F), high, low)
-    loss, grads = jax.value_and_grad(regression)(params, batch)
-    new = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
-    high = jax.tree.map(lambda p: p.astype(B), new)
-    return high, jax.tree.map(lambda p, x: (p - x.astype(F)).astype(B), new, high), loss
-
-
-def error_feedback(params, error, batch):
-    """Gradients that are sent in bfloat16; what rounding removes is added to the next ones."""
-    loss, grads = jax.value_and_grad(regression)(params, batch)
-    exact = jax.tree.map(jnp.add, grads, error)
-    sent = jmpscale.cast(exact, B)
-    error = jax.tree.map(lambda x, y: x - y.astype(F), exact, sent)
-    return jax.tree.map(lambda p, g: p - 0.1 * g.astype(F), params, sent), error, loss
 
 
 def noisy(width):
@@ -452,28 +415,6 @@ def test_diagnose_step_names_a_result_that_is_wrong_beside_the_state():
     )
 
 
-SGD = optax.sgd(0.3)
-HEALTHY = {
-    "masters": (optimized(optax.adam(1e-4)), (parameters(), optax.adam(1e-4).init(parameters()), BATCH)),
-    "bfloat16 copy of parameters": (copied(B), (parameters(B), parameters(), BATCH)),
-    "float16 copy of parameters": (copied(H), (parameters(H), parameters(), BATCH)),
-    "sgd of bfloat16 parameters": (
-        optimized(optax.sgd(0.3)),
-        (parameters(B), optax.sgd(0.3).init(parameters(B)), BATCH),
-    ),
-    "bfloat16 momentum": (
-        optimized(optax.adam(1e-4, mu_dtype=B)),
-        (parameters(), optax.adam(1e-4, mu_dtype=B).init(parameters()), BATCH),
-    ),
-    "average of 0.9": (averaged(0.9), (parameters(), NEAR, BATCH)),
-    "Kahan summation": (compensated, (parameters(B), ZEROS, BATCH)),
-    "two halves": (in_halves, (parameters(B), ZEROS, BATCH)),
-    "error feedback": (error_feedback, (parameters(), jax.tree.map(jnp.zeros_like, parameters()), BATCH)),
-    "stochastic rounding": (noisy(1.0), (parameters(B), jax.random.key(0), BATCH)),
-    "stochastic rounding, key of integers": (noisy(1.0), (parameters(B), jax.random.PRNGKey(0), BATCH)),
-}
-
-
 def test_diagnose_step_names_the_line_that_calls_a_wrapped_optimizer():
     tx = jmpscale.with_loss_scaling(optax.chain(optax.ema(1 - 2.0**-8, accumulator_dtype=B), optax.sgd(0.1)))
 
@@ -502,21 +443,6 @@ def test_diagnose_step_reports_an_average_without_decay_once():
     opt_state = opt_state._replace(inner_state=(narrow, *rest))
     diagnosis = jmpscale.diagnose_step(step)(W, opt_state, X, Y)
     assert [x.kind for x in diagnosis.findings if x.names == ("opt_state.inner_state[0].nu",)] == [Kind.STALLED]
-
-
-@pytest.mark.parametrize(
-    "name", names(HEALTHY, default={"masters", "bfloat16 copy of parameters", "Kahan summation", "stochastic rounding"})
-)
-def test_diagnose_step_of_a_healthy_step_says_one_sentence(name):
-    step, args = HEALTHY[name]
-    diagnosis = jmpscale.diagnose_step(jax.jit(step))(*args)
-    assert re.fullmatch(
-        r"The gradients differ from float32 by [\d.]+%, in [^,]+(, and the update by [\d.]+%)?\.", diagnosis.summary
-    )
-    assert diagnosis.lines == ()
-    assert diagnosis.gradient_error < 0.02
-    assert all(x.error < (0.5 if x.dtype == "bfloat16" else 0.2) for x in diagnosis.changes)
-    assert (diagnosis.changes == ()) == (name == "masters")
 
 
 def test_diagnose_step_measures_the_update_apart_from_the_rounding_of_the_gradients():
@@ -715,35 +641,12 @@ def test_diagnose_step_without_a_gradient_says_one_sentence_of_a_healthy_update(
     assert re.fullmatch(r"The step computes no gradient, and its update differs from float32 by [\d.]+%\.", summary)
 
 
-def frozen_by_zeros(tx):
-    labels = {"a": "train", "b": "freeze"}
-    return optax.multi_transform({"train": tx, "freeze": optax.set_to_zero()}, labels)
-
-
-def frozen_by_a_mask(tx):
-    return optax.chain(tx, optax.masked(optax.set_to_zero(), {"a": False, "b": True}))
-
-
 def in_four(tx):
     return optax.MultiSteps(tx, 4)
 
 
 def warmed_up(tx):
     return optax.chain(tx, optax.scale_by_schedule(optax.linear_schedule(0.0, 1.0, 10)))
-
-
-FROZEN = {x.__name__: x for x in (frozen_by_zeros, frozen_by_a_mask)}
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(F, marks=pytest.mark.full), B], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("change", rows(FROZEN, default={"frozen_by_zeros"}))
-def test_diagnose_step_does_not_name_leaves_that_are_meant_not_to_change(change, dtype):
-    tx = change(optax.sgd(0.3))
-    params = parameters(dtype)
-    diagnosis = jmpscale.diagnose_step(optimized(tx))(params, tx.init(params), BATCH)
-    assert re.fullmatch(
-        rf"{GRADIENTS_DIFFER}[\d.]+%, in params\['[ab]'\](, and the update by [\d.]+%)?\.", diagnosis.summary
-    )
 
 
 @pytest.mark.parametrize("change", [in_four, warmed_up])
@@ -756,19 +659,6 @@ def test_diagnose_step_names_leaves_that_do_not_change_in_this_step(change):
     assert (finding.kind, finding.names) == (Kind.NOT_COMPARED, ("params['a']", "params['b']"))
 
 
-@pytest.mark.parametrize("dtype", [F, B], ids=["float32", "bfloat16"])
-def test_diagnose_step_does_not_name_leaves_whose_gradient_is_stopped(dtype):
-    def step(params, batch):
-        def loss_fn(params):
-            return regression({"a": params["a"], "b": jax.lax.stop_gradient(params["b"])}, batch)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        return jax.tree.map(lambda p, g: p - dtype(0.3) * g, params, grads), loss
-
-    summary = jmpscale.diagnose_step(step)(parameters(dtype), BATCH).summary
-    assert re.fullmatch(rf"{GRADIENTS_DIFFER}[\d.]+%, in params\['a'\](, and the update by [\d.]+%)?\.", summary)
-
-
 # --- What no comparison of two runs shows. ---
 
 
@@ -779,9 +669,6 @@ def test_diagnose_step_names_a_decay_that_hyperparameters_hold_in_half_precision
     assert summary.startswith("opt_state.inner_state[0].nu['a'] (and 1 other leaf) will stop moving: ")
     assert "multiplies it by opt_state.hyperparams['b2'], which is 1 in bfloat16, as 0.999 is. " in summary
     assert "Keep them and opt_state.hyperparams['b2'] in float32. " in summary
-    wide = optax.inject_hyperparams(optax.adam, hyperparam_dtype=F)(1e-2)
-    summary = jmpscale.diagnose_step(optimized(wide))(parameters(), wide.init(parameters()), BATCH).summary
-    assert "will stop moving" not in summary
 
 
 def decayed(factor, dtype=B):
@@ -804,18 +691,6 @@ def test_diagnose_step_names_a_decay_that_rounds_to_1(factor, dtype):
     )
     [finding] = diagnosis.findings
     assert finding == jmpscale.DiagnosisFinding(Kind.LOST_DECAY, ("params['a']", "params['b']"), (line,), name)
-
-
-def test_diagnose_step_does_not_name_other_factors_of_1():
-    def step(params, batch):
-        loss, grads = jax.value_and_grad(lambda p: regression(jax.tree.map(lambda p: p.astype(B) * B(1), p), batch))(
-            params
-        )
-        return jax.tree.map(lambda p, g: 1.0 * p - 0.1 * (g.astype(B) * B(1)).astype(F), params, grads), loss
-
-    summary = jmpscale.diagnose_step(step)(parameters(), BATCH).summary
-    assert re.fullmatch(rf"{GRADIENTS_DIFFER}[\d.]+%, in params\['[ab]'\]\.", summary)
-    assert "multiplied" not in jmpscale.diagnose_step(decayed(0.99))(parameters(), BATCH).summary
 
 
 def bfloat16_average(decay, form):
@@ -846,7 +721,6 @@ def test_diagnose_step_names_an_average_that_will_stop_moving_at_the_first_step(
     assert "Keep them in float32. " in diagnosis.summary
     names = ("state['nu']['a']", "state['nu']['b']")
     assert diagnosis.findings == (jmpscale.DiagnosisFinding(Kind.STALLED, names, dtype="bfloat16"),)
-    assert jmpscale.diagnose_step(bfloat16_average(0.99, form))(state, BATCH).findings == ()
 
 
 def test_diagnose_step_names_an_average_that_will_stop_moving_in_a_loop():
@@ -897,9 +771,8 @@ def test_diagnose_step_names_a_constant_that_keeps_parameters_from_changing():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("decay", "count"), [(0.9, 4), (0.9, 0)], ids=["other decay", "start of the warm-up"])
-def test_diagnose_step_does_not_name_a_constant_of_a_step_that_is_right(decay, count):
-    diagnosis = jmpscale.diagnose_step(corrected(decay))(parameters(), jnp.int32(count), BATCH)
+def test_diagnose_step_does_not_name_a_constant_at_the_start_of_a_warm_up():
+    diagnosis = jmpscale.diagnose_step(corrected(0.9))(parameters(), jnp.int32(0), BATCH)
     assert diagnosis.lines == ()
     assert "constant" not in diagnosis.summary
 

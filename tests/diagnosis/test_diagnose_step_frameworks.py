@@ -338,18 +338,6 @@ def test_diagnose_step_names_the_parameters_in_bfloat16_that_an_optimizer_hardly
     assert all(np.array_equal(x, y) for x, y in zip(before, values(args), strict=True))
 
 
-@pytest.mark.parametrize("name", names(STEPS, default=()))
-def test_diagnose_step_of_parameters_in_float32_says_one_sentence(name):
-    step, args, state = STEPS[name](F)
-    diagnosis = jmpscale.diagnose_step(step)(*args)
-    assert diagnosis.state == state
-    assert diagnosis.lines == ()
-    assert diagnosis.gradient_error < 0.05
-    assert diagnosis.summary.count(". ") == 0
-    assert diagnosis.summary.startswith(GRADIENTS_DIFFER)
-    assert all(x.error < 0.05 for x in diagnosis.changes)
-
-
 @pytest.mark.full
 def test_diagnose_step_takes_the_copies_of_a_scaler_on_the_devices_of_pmap():
     meshes.require_devices(8)

@@ -1,8 +1,8 @@
 """A wrong call of a tool raises an error, or gives a warning, that names the argument, its value and the remedy.
 
 The errors and warnings of the algorithm are in test_guards_*.py, the errors of settings in test_settings.py, the
-diagnoses of `RunMonitor` in test_monitor.py, the assertions of `jmpscale.testing` in test_testing.py, and the
-errors of the command line in test_main.py.
+diagnoses of `RunMonitor` in test_monitor.py, the assertions of `jmpscale.testing` in test_check_step.py and
+test_testing.py, and the errors of the command line in test_main.py.
 """
 
 import inspect
