@@ -20,9 +20,10 @@ _HALF, _LED = "half", "gradient-led"
 
 
 def find_losses(jaxpr: core.Jaxpr, results: Sequence[Result]) -> list[int]:
-    """Returns which results may be the loss: scalars of a differentiated function, first those with this name.
+    """Returns which results may be the loss: scalars of a differentiated function.
 
-    The outputs of the program are the results.
+    Those with this name come first, and then those that do not depend on the loss scale, as an amax does that a
+    backward pass returns in place of a gradient. The outputs of the program are the results.
     """
 
     def mark(eqn: core.JaxprEqn, caller: Caller, found: list[flow.Labels]) -> list[flow.Labels]:
@@ -36,7 +37,8 @@ def find_losses(jaxpr: core.Jaxpr, results: Sequence[Result]) -> list[int]:
         for i, (result, x, found) in enumerate(zip(results, jaxpr.outvars, labels, strict=True))
         if not result.is_leaf and type_of(x).shape == () and found == _FROM_FORWARD
     ]
-    return sorted(scalars, key=lambda i: "loss" not in results[i].name.lower())
+    scaled = flow.follow(jaxpr, inputs=[frozenset(["scale"])])
+    return sorted(scalars, key=lambda i: ("loss" not in results[i].name.lower(), bool(scaled[i])))
 
 
 def select_compared(jaxpr: core.Jaxpr, given: int, results: Sequence[Result]) -> list[Result | None]:
