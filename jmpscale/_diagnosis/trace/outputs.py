@@ -19,11 +19,12 @@ _FROM_FORWARD, _FROM_BACKWARD = frozenset(["forward"]), frozenset(["backward"])
 _HALF, _LED = "half", "gradient-led"
 
 
-def find_losses(jaxpr: core.Jaxpr, results: Sequence[Result]) -> list[int]:
+def find_losses(jaxpr: core.Jaxpr, results: Sequence[Result], scales: Sequence[flow.Labels] = ()) -> list[int]:
     """Returns which results may be the loss: scalars of a differentiated function.
 
     Those with this name come first, and then those that do not depend on the loss scale, as an amax does that a
-    backward pass returns in place of a gradient. The outputs of the program are the results.
+    backward pass returns in place of a gradient. The outputs of the program are the results; `scales` has a label for
+    each input that is a loss scale.
     """
 
     def mark(eqn: core.JaxprEqn, caller: Caller, found: list[flow.Labels]) -> list[flow.Labels]:
@@ -37,7 +38,7 @@ def find_losses(jaxpr: core.Jaxpr, results: Sequence[Result]) -> list[int]:
         for i, (result, x, found) in enumerate(zip(results, jaxpr.outvars, labels, strict=True))
         if not result.is_leaf and type_of(x).shape == () and found == _FROM_FORWARD
     ]
-    scaled = flow.follow(jaxpr, inputs=[frozenset(["scale"])])
+    scaled = flow.follow(jaxpr, inputs=scales)
     return sorted(scalars, key=lambda i: ("loss" not in results[i].name.lower(), bool(scaled[i])))
 
 

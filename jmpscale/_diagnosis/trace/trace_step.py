@@ -117,7 +117,7 @@ def _separate_loss(step: _Exposed, results: Sequence[Result]) -> tuple[Any, list
     The loss is a result of the step, or else a value that it scales; None if there is none.
     """
     variables = [step.outputs[x.output] for x in results]
-    found = find_losses(with_outputs(step.program.jaxpr, variables), results)
+    found = find_losses(with_outputs(step.program.jaxpr, variables), results, [frozenset(["scale"])])
     loss = next(iter([*[variables[i] for i in found], *step.losses]), None)
     others = [x._replace(output=i) for i, x in enumerate(results) if variables[i] is not loss]
     return loss, others
