@@ -72,10 +72,10 @@ def step_of(matmul, size=1.0, loss_size=1.0):
 
 
 RECIPES = {  # the step, the kind and dtype of its finding, and words of its summary
-    "current scaling": (step_of(current_scaling), None, " in low precision, they differ by "),
-    "current scaling of large inputs": (step_of(current_scaling, size=1e4), None, " in low precision, "),
-    "current scaling of a small loss": (step_of(current_scaling, loss_size=2.0**-20), None, " in low precision, "),
-    "plain casts": (step_of(plain_cast, loss_size=2.0**6), None, " in low precision, they differ by "),
+    "current scaling": (step_of(current_scaling), None, " makes an error of "),
+    "current scaling of large inputs": (step_of(current_scaling, size=1e4), None, " makes an error of "),
+    "current scaling of a small loss": (step_of(current_scaling, loss_size=2.0**-20), None, " makes an error of "),
+    "plain casts": (step_of(plain_cast, loss_size=2.0**6), None, " makes an error of "),
     "overflow": (
         step_of(plain_cast, size=1e3),
         (FindingKind.FORWARD_OVERFLOW, "float8_e4m3fn"),
@@ -84,7 +84,7 @@ RECIPES = {  # the step, the kind and dtype of its finding, and words of its sum
     "underflow": (
         step_of(plain_cast, loss_size=2.0**-10),
         (FindingKind.UNDERFLOW, None),
-        " in low precision, they differ by 100%. Scale the loss, ",
+        " makes an error of 100%. Scale the loss, ",
     ),
 }
 
