@@ -1,11 +1,11 @@
 """Times training steps in each precision on the device that JAX finds: `python -m benchmarks.accelerator`.
 
 First the tests of `tests/benchmarks/test_accelerator.py` run. Then each row is a model, and each column a way to
-compute its step:
-precisions, casts by hand, autocast, and loss scaling by several libraries. The steps of a row take turns, and a ratio
-compares two steps of one round. The record has every repetition, and beside each time the bytes that the compiled step
-moves, its memory, and the error of its gradients relative to float32 with highest precision. It is written again after
-each round, so a run that is cut off keeps its figures. On a CPU, the command is a rehearsal with the smallest sizes.
+compute its step: precisions, casts by hand, autocast, and loss scaling by several libraries. The steps of a row take
+turns, and a ratio compares two steps of one round. The record has every repetition, and beside each time the bytes that
+the compiled step moves, its memory, and the error of its gradients relative to float32 with highest precision. It is
+written again after each round, so a run that is cut off keeps its figures. On a CPU, the command is a rehearsal with
+the smallest sizes.
 """
 
 import argparse

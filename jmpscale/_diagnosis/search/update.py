@@ -105,9 +105,9 @@ def find_not_finite(program: Program, leaves: Sequence[Result], scale: LossScale
     """Returns the names of the leaves, the outputs of a program, that become infinite or NaN, and were not before."""
     if not leaves:
         return []
-    pairs = zip(leaves, Forms(program).run_as_written(scale), strict=True)
     olds = [on_device(program.consts[x.input]) for x in leaves if x.input is not None]
-    return [x.name for (x, new), old in zip(pairs, olds, strict=True) if bool(_loses_finite(old, new))]
+    triples = zip(leaves, olds, Forms(program).run_as_written(scale), strict=True)
+    return [x.name for x, old, new in triples if bool(_loses_finite(old, new))]
 
 
 @compiled_when_called

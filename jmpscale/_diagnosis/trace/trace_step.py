@@ -133,14 +133,17 @@ def _cut(exposed: _Exposed, results: Sequence[Result]) -> tuple[Update, list[Res
     )
     jaxpr = update.program.jaxpr
     selected = select_compared(jaxpr, len(update.given), results)
-    pairs = [(x, y) for x, y in zip(selected, jaxpr.outvars, strict=True) if x is not None]
-    computed = {x for eqn in jaxpr.eqns for x in eqn.outvars}
-    exact = [(x, y) for x, y, z in zip(results, jaxpr.outvars, selected, strict=True) if z is None and x.is_leaf]
-    exact = [(x, y) for x, y in exact if isinstance(y, core.Var) and y in computed]
-    others = [(x, y) for x, y in exact if jnp.issubdtype(x.dtype, np.inexact)]
+    computed = {variable for eqn in jaxpr.eqns for variable in eqn.outvars}
 
-    def part(pairs: Sequence[tuple[Result, Any]]) -> tuple[Update, list[Result]]:
+    def is_exact(result: Result, found: Result | None, variable: Any) -> bool:
+        is_computed = isinstance(variable, core.Var) and variable in computed
+        return found is None and result.is_leaf and is_computed and jnp.issubdtype(result.dtype, np.inexact)
+
+    def part(chosen: Sequence[Result | None]) -> tuple[Update, list[Result]]:
+        pairs = [(x, variable) for x, variable in zip(chosen, jaxpr.outvars, strict=True) if x is not None]
         program = update.program.with_outputs([variable for _, variable in pairs])
-        return update._replace(program=program), [result for result, _ in pairs]
+        return update._replace(program=program), [x for x, _ in pairs]
 
-    return *part(pairs), *part(others)
+    triples = zip(results, selected, jaxpr.outvars, strict=True)
+    exact = [x if is_exact(x, found, variable) else None for x, found, variable in triples]
+    return *part(selected), *part(exact)
