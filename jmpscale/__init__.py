@@ -1,4 +1,4 @@
-"""Dynamic loss scaling, as GradScaler of PyTorch does it, autocast, and a diagnosis of half precision."""
+"""Dynamic loss scaling, as in PyTorch's GradScaler, autocast, and a diagnosis of half precision."""
 
 from importlib.metadata import version as _version
 

@@ -22,8 +22,8 @@ _HALF, _LED = "half", "gradient-led"
 def find_losses(jaxpr: core.Jaxpr, results: Sequence[Result], scales: Sequence[flow.Labels] = ()) -> list[int]:
     """Returns which results may be the loss: scalars of a differentiated function.
 
-    Those with this name come first, and then those that do not depend on the loss scale, as an amax does that a
-    backward pass returns in place of a gradient. The outputs of the program are the results; `scales` has a label for
+    Those with this name come first, and then those that do not depend on the loss scale; an amax that a backward pass
+    returns in place of a gradient depends on it. The outputs of the program are the results; `scales` has a label for
     each input that is a loss scale.
     """
 
