@@ -147,12 +147,14 @@ def _check_reached(copy, change, dtype):
     was, now = np.asarray(param, np.float32), np.asarray(applied, np.float32)
     rounded = np.asarray(new.astype(dtype), np.float32)
     assert applied.dtype == dtype
-    ended = np.isinf(was) & (now != was)  # nothing can be added to an infinite parameter but NaN
+    # Nothing but NaN can be added to an infinite parameter, and no update is larger than the largest float32 number.
+    smallest, largest = 2.0**-126, float(np.finfo(np.float32).max)
+    with np.errstate(invalid="ignore"):  # the difference of infinite numbers
+        too_far = np.abs(rounded.astype(np.float64) - was) > largest
+        flushed = np.abs(np.asarray(copy, np.float64) + np.asarray(change, np.float64)) < smallest
+    ended = (np.isinf(was) & (now != was)) | (too_far & np.isfinite(rounded))
     np.testing.assert_array_equal(now[~ended], rounded[~ended])
     # A sum of numbers that are not zero is never -0.0, except where a CPU flushes it to zero.
-    smallest = 2.0**-126
-    with np.errstate(invalid="ignore"):  # of infinite numbers
-        flushed = np.abs(np.asarray(copy, np.float64) + np.asarray(change, np.float64)) < smallest
     same_sign = (np.signbit(now) == np.signbit(rounded)) | np.isnan(now) | ((now == 0) & ((was != 0) | flushed))
     assert same_sign[~ended].all()
     # The copy is the sum, or, where it is far smaller than the parameter, within the rounding of the update.
