@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 import types
@@ -40,6 +41,8 @@ hypothesis.settings.load_profile("reproducible")
 
 # Recorded data, tests for another environment, code for type checkers, and a script that tests start.
 collect_ignore = ["data", "frameworks", "types", "worker.py"]
+
+ALL_FULL = re.compile(r"^pytestmark = \[?pytest\.mark\.full\b", re.MULTILINE)
 
 
 def pytest_addoption(parser):
@@ -81,6 +84,13 @@ def pytest_configure(config):
         jax.lax.platform_dependent = _default_form
     if config.getoption("--without-guards"):
         _remove_guards()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Does not import the modules whose tests are all marked full: their arrays and programs take seconds."""
+    if config.getoption("--full") or not collection_path.match("test_*.py"):
+        return None
+    return True if ALL_FULL.search(collection_path.read_text()) else None
 
 
 def pytest_unconfigure():

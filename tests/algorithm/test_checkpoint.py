@@ -158,6 +158,7 @@ def test_corrupted_scale_recovers_or_is_reported(scale, recovers):
             jmpscale.RunMonitor(max_consecutive_skips=2).raise_if_stuck(state)
 
 
+@pytest.mark.full
 @pytest.mark.guards
 @pytest.mark.parametrize("roundtrip", [orbax, msgpack])
 @pytest.mark.parametrize(("old", "new"), [(TX, CLIPPING_TX), (CLIPPING_TX, TX)], ids=["added", "removed"])

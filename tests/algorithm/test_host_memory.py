@@ -162,6 +162,7 @@ def _updates(scaler, grads, **options):
     return tx.update(grads, tx.init(grads), value=grads["scalar"])[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", names(FUNCTIONS, default={"unscale_and_check"}))
 @pytest.mark.usefixtures("platform")
 def test_function_on_the_host_has_the_same_results(name, host):

@@ -348,6 +348,7 @@ SECOND = {  # the gradient, and the exponents of scales
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", rows(SECOND, default={"product with the Hessian"}))
 def test_backward_pass_of_a_derivative_is_as_accurate_at_every_scale(row):
     gradient, exponents = row
@@ -402,6 +403,7 @@ NNX_CALLS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("call", rows(NNX_CALLS, {"keyword arguments"}))
 def test_scaled_backward_differentiates_nnx_models(call):
     def run(wrap):
@@ -669,6 +671,7 @@ def test_scaled_backward_warns_of_gradients_that_are_not_finite(transform):
         np.testing.assert_array_equal(result, transform(jax.grad(scaled(overflowing)))(W, x))
 
 
+@pytest.mark.full
 def test_scaled_backward_watches_sharded_and_replicated_gradients():
     def loss(params, x):
         return jax.lax.psum(mean_square(params["w"], x) * params["scale"], "data")

@@ -205,6 +205,7 @@ def test_functions_return_the_results_of_one_device(transformation):
         chex.assert_trees_all_close(results, _results_on_one_device()[case], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_one_device_detects_overflow():
     """The results on multiple devices are compared with these results."""
     results = _results_on_one_device().values()

@@ -192,6 +192,7 @@ def test_flax_has_the_smallest_and_the_largest_scale_of_the_comparison():
     assert scaler.scale == LARGEST_FLOAT32
 
 
+@pytest.mark.full
 def test_flax_averages_the_gradients_of_different_parameters():
     cell = _cell("with parameters sharded by hand under `shard_map`", "Flax `DynamicScale`")
     assert cell == "devices diverge; with `axis_name`, it averages the gradients of different parameters"

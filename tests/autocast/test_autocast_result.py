@@ -134,6 +134,7 @@ def test_transformations_keep_operands_in_half_precision_and_results_in_float32(
     assert_close(jax.jit(half, **FAST)(W, X), jax.jit(expected, **FAST)(W, X), rtol=3e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("derivative", rows(default_form.DERIVATIVES, default={"forward mode"}))
 def test_all_derivatives_multiply_in_half_precision(derivative):
     result = derivative(in_half(loss))
@@ -263,6 +264,7 @@ def test_attention_alone_can_have_float32_results():
         assert jnp.isnan(jmpscale.autocast(loss)(q, attention)).any()
 
 
+@pytest.mark.full
 def test_program_with_float32_results_is_exported_for_several_platforms():
     program = jax.jit(jax.grad(in_half(loss)))
     exported = jax.export.export(program, platforms=("cpu", "cuda", "tpu"))(W, X)
@@ -325,6 +327,7 @@ def test_precision_of_autocast_equals_only_itself():
     assert len({precision, half_operands.HalfOperands(F16, F16, F32)}) == 1
 
 
+@pytest.mark.full
 def test_dots_saveable_saves_float32_results():
     """The policy finds matmuls by the identity of their primitive; another primitive would be computed twice."""
 
@@ -367,12 +370,14 @@ def test_diagnose_measures_operands():
     assert not ours.lines
 
 
+@pytest.mark.full
 def test_diagnose_names_the_line_of_an_operand_that_overflows():
     diagnosis = jmpscale.diagnose(in_half(two_layers))(jmpscale.static(2.0**8), W, 1e5 * X)
     assert [re.sub(r".*:\d+ ", "", line) for line in diagnosis.lines] == ["(two_layers)"]
     assert "overflows: convert_element_type" in diagnosis.summary
 
 
+@pytest.mark.full
 def test_diagnose_has_the_nan_of_an_operand_that_overflows():
     """Without it, the loss would be 0: 1 / infinity."""
     large = jnp.full((N, N), 1e5)
@@ -381,6 +386,7 @@ def test_diagnose_has_the_nan_of_an_operand_that_overflows():
     assert jnp.isnan(jmpscale.diagnose(loss_fn)(jmpscale.static(1.0), large, X + large).loss)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 def test_check_step_accepts_a_step_with_float32_results():
     tx = jmpscale.with_loss_scaling(optax.adam(1e-3))

@@ -48,6 +48,7 @@ def two_calls(w, x):
     return squared(jnp.tanh(small * H(1e-3))) + squared(jnp.tanh(large.astype(jnp.float32) * 1e-6))
 
 
+@pytest.mark.full
 def test_two_calls_of_a_compiled_function_are_two_lines():
     diagnosis = diagnose(two_calls, jnp.float32(0.5), jnp.float32([1.0, 2.0]))
     line = line_of(helper.__wrapped__, "# helper", "helper").removesuffix(")")
@@ -109,6 +110,7 @@ def adversarial(inner_grad_fn):
     return jmpscale.autocast(loss)
 
 
+@pytest.mark.full
 def test_remedy_for_a_gradient_inside_the_loss_is_its_own_scale():
     remedy = "Or scale the gradient that the loss contains: value_and_grad(inner_fn)(scaler, ...)."
     assert diagnose(adversarial(jax.value_and_grad), W, X).summary.endswith(remedy)
@@ -221,6 +223,7 @@ def overflow_in_a_condition(w):
     return jnp.sum((h * (1 + n).astype(H)).astype(jnp.float32) ** 2)
 
 
+@pytest.mark.full
 def test_overflow_in_the_condition_of_a_loop_is_named():
     diagnosis = diagnose(overflow_in_a_condition, jnp.full(3, 0.5), scale=2.0**4)
     line = line_of(overflow_in_a_condition, "# condition", "goes_on")
@@ -405,6 +408,7 @@ def test_closed_over_ref_raises():
     assert ref[...] == 0
 
 
+@pytest.mark.full
 def test_arguments_with_infinities_are_named():
     def loss(w, batch, bias):
         return squared(batch["image"] * w + bias)
@@ -422,12 +426,14 @@ def test_arguments_with_infinities_are_named():
     assert diagnosis.fitting_scales is None
 
 
+@pytest.mark.full
 def test_argument_with_infinities_is_not_named_if_a_line_is_the_reason():
     mask = jnp.float32([-jnp.inf, 0])
     diagnosis = diagnose(lambda w, mask: squared(jnp.log(w * 0) + jnp.exp(mask)), jnp.ones(2), mask)
     assert diagnosis.summary.startswith("The result of log at ")
 
 
+@pytest.mark.full
 def test_operations_that_also_have_integer_results_are_run():
     def loss(w):
         operands, start = (jax.lax.stop_gradient(w) * 3, jnp.arange(4)), (np.float16(0), 0)
@@ -520,6 +526,7 @@ def overflow_of_the_gradient(w, x):
     return jnp.mean((jnp.tanh(h) + 1e-3 * jnp.minimum(logarithm, 20)) ** 2)
 
 
+@pytest.mark.full
 def test_overflow_of_a_value_that_is_computed_again_is_one_of_the_forward_pass():
     w = jax.random.normal(jax.random.key(0), (8, 8)) * 3000
     diagnosis = diagnose(overflow_of_the_gradient, w, X)

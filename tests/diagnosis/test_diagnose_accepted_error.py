@@ -10,6 +10,8 @@ import jmpscale
 
 from diagnosis_programs import fault_line
 
+pytestmark = pytest.mark.full
+
 B = jnp.bfloat16
 
 
@@ -61,7 +63,6 @@ def test_refused_error_of_gradients_names_the_smallest_set_of_lines():
     assert f"rounding, not range. The error begins at {line}. Compute {line} in float32: then " in diagnosis.summary
 
 
-@pytest.mark.full
 def test_no_scale_fits_if_the_error_at_all_scales_is_refused():
     accepted, refused = (
         jmpscale.diagnose(time_steps, accepted_error=x)(jmpscale.static(1.0), NETWORK, TIMES) for x in (0.3, 0.1)

@@ -14,6 +14,8 @@ from jmpscale._programs.compile import compiled
 
 from arrays import normal
 
+pytestmark = pytest.mark.full
+
 H = jnp.float16
 
 

@@ -13,6 +13,8 @@ from diagnosis_programs import H, fault_line
 from messages import OVERFLOW
 from tables import names
 
+pytestmark = pytest.mark.full
+
 X = normal(0, 16, 8)
 LAYERS = [normal(i, 8, 8, scale=0.5) for i in range(1, 6)]
 LARGE = normal(1, 8, 8, scale=1e6)
@@ -28,7 +30,7 @@ def cast_leaves(layers, x):
     return jnp.mean(sum(x.astype(H) @ w for w in half).astype(jnp.float32))
 
 
-@pytest.mark.parametrize("fun", [cast_tree, pytest.param(cast_leaves, marks=pytest.mark.full)])
+@pytest.mark.parametrize("fun", [cast_tree, cast_leaves])
 def test_diagnose_names_the_argument_that_a_cast_of_a_tree_makes_infinite(fun):
     layers = [*LAYERS[:2], LARGE, *LAYERS[2:]]
     diagnosis = jmpscale.diagnose(fun)(jmpscale.dynamic(), layers, X)
@@ -53,7 +55,7 @@ WRONG = {  # which of the layers are large, and the words about them
 }
 
 
-@pytest.mark.parametrize("name", names(WRONG, default={"two layers"}))
+@pytest.mark.parametrize("name", names(WRONG))
 def test_diagnose_names_a_few_arguments_that_are_wrong_alone(name):
     large, words = WRONG[name]
     layers = [2e6 * w if i in large else w for i, w in enumerate(LAYERS)]

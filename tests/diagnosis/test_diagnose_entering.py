@@ -11,7 +11,7 @@ from arrays import normal
 from diagnosis_programs import fault_line
 from tables import names
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 
 B, F, H = jnp.bfloat16, jnp.float32, jnp.float16
 Kind = jmpscale.FindingKind
@@ -102,9 +102,7 @@ COARSE = {  # a step, its arguments after the parameters, the function with the 
 }
 
 
-@pytest.mark.parametrize(
-    "name", names(COARSE, default={"table", "constant table of a compiled step", "time steps", "one of several"})
-)
+@pytest.mark.parametrize("name", names(COARSE))
 def test_diagnose_step_names_an_input_whose_lost_digits_change_the_gradients(name):
     step, args, fun, argument, dtype = COARSE[name]
     (finding,) = jmpscale.diagnose_step(step)(PARAMS, *args).findings
@@ -181,8 +179,8 @@ COARSE_DRAWS = {  # weights, and the dtype of the random numbers
 }
 
 
-@pytest.mark.parametrize("name", names(COARSE_DRAWS, default={"categorical"}))
-@pytest.mark.parametrize("compile_", [lambda f: f, pytest.param(jax.jit, marks=pytest.mark.full)], ids=["", "compiled"])
+@pytest.mark.parametrize("name", names(COARSE_DRAWS))
+@pytest.mark.parametrize("compile_", [lambda f: f, jax.jit], ids=["", "compiled"])
 def test_diagnose_step_names_random_numbers_that_are_too_coarse(name, compile_):
     weights, dtype = COARSE_DRAWS[name]
     step = compile_(with_weights(weights))
@@ -244,7 +242,7 @@ COUNTERS = {  # a step and its state, the value at which the counter stops, and 
 }
 
 
-@pytest.mark.parametrize("name", names(COUNTERS, default={"plus one"}))
+@pytest.mark.parametrize("name", names(COUNTERS))
 def test_diagnose_step_predicts_where_a_counter_stops(name):
     step, state, stop, dtype = COUNTERS[name]
     diagnosis = jmpscale.diagnose_step(step)(state, X)
@@ -308,7 +306,7 @@ WRONG_INDICES = {"positions": positions, "through float32": positions_through_fl
 WRONG_INDICES |= {"gathered": gathered, "scattered": scattered, "in a loop": in_a_loop}
 
 
-@pytest.mark.parametrize("name", names(WRONG_INDICES, default={"positions"}))
+@pytest.mark.parametrize("name", names(WRONG_INDICES))
 def test_diagnose_step_names_lines_that_make_indices_wrong(name):
     diagnosis = jmpscale.diagnose_step(sgd(with_indices(WRONG_INDICES[name])))(PARAMS)
     (finding,) = diagnosis.findings
@@ -320,7 +318,6 @@ def test_diagnose_step_names_lines_that_make_indices_wrong(name):
     assert diagnosis.lines == (line,)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_diagnose_step_finds_what_enters_on_several_devices(kind):
     mesh = meshes.make_mesh(getattr(jax.sharding.AxisType, kind), data=4)

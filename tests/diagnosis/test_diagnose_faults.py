@@ -37,6 +37,8 @@ from messages import (
 )
 from tables import names
 
+pytestmark = pytest.mark.full
+
 NEVER_FINITE = f"The gradients are not finite at any loss scale, but are finite in float32: {ROUNDING} "
 NOT_FINITE = "The result of "
 CHAIN, LONG_CHAIN = (0, 1), (0, 1, 2)  # each line holds the result that does not fit
@@ -188,8 +190,6 @@ FRAMEWORKS = {  # the arguments are created in the test, because these libraries
         line_of=programs.haiku_network,
     ),
 }
-DEFAULT_FAULTS = {"overflow and rounding", "embedding counts", "transducer", "while"}
-DEFAULT_FAULTS |= {"wrong at one scale", "masked NaN and an infinity"}
 
 
 def offset(name, line):
@@ -240,12 +240,11 @@ def check_fault(fault, diagnosis):
     check_advice(diagnosis)
 
 
-@pytest.mark.parametrize("name", names(FAULTS, default=DEFAULT_FAULTS))
+@pytest.mark.parametrize("name", names(FAULTS))
 def test_diagnose_finds_the_lines_of_a_fault(name):
     check_fault(FAULTS[name], diagnosis_of(name))
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("create", FRAMEWORKS.values(), ids=FRAMEWORKS)
 def test_diagnose_finds_the_lines_of_a_fault_in_a_layer(create):
@@ -253,7 +252,6 @@ def test_diagnose_finds_the_lines_of_a_fault_in_a_layer(create):
     check_fault(fault, diagnose(fault, fault.fun))
 
 
-@pytest.mark.full
 @pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="other versions of XLA do not combine the constants")
 def test_operations_that_the_compiler_combines_are_not_named():
     diagnosis = jmpscale.diagnose(programs.combined_constants)(jmpscale.static(2.0**12), W, X)

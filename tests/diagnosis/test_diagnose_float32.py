@@ -15,6 +15,8 @@ from jmpscale._programs.float32 import evaluate_in_float32
 import meshes
 from tables import names
 
+pytestmark = pytest.mark.full
+
 X = jnp.float16(np.linspace(-1.5, 1.1, 8).reshape(2, 4))
 
 
@@ -203,11 +205,7 @@ def run(fun, x):
     return jax.jit(lambda x: evaluate_in_float32(closed, [x]))(x)
 
 
-DEFAULT = {"arithmetic", "scan", "while that captures", "scatters", "shard_map without types", "checkpoint: dots"}
-DEFAULT |= {"gradient of gathered weights", "batched while"}
-
-
-@pytest.mark.parametrize("name", names(PROGRAMS, default=DEFAULT))
+@pytest.mark.parametrize("name", names(PROGRAMS))
 def test_program_runs_in_float32(name):
     found = run(PROGRAMS[name], X)
     expected = jax.tree.leaves(jax.jit(PROGRAMS[name])(X.astype(jnp.float32)))

@@ -15,7 +15,7 @@ from jmpscale import FindingKind
 
 from arrays import normal
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax and optax need it
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]  # Flax and optax need it
 E4M3, E5M2, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32
 X, Y = normal(0, 64, 32), normal(1, 64, 8)
 SIZES = (32, 64, 64, 8)
@@ -159,9 +159,9 @@ def diagnosed(module, steps=0):
 
 
 STEPS = [  # the class of the matmul, and the number of steps before the diagnosis
-    pytest.param("Fp8DirectDotGeneralOp", 0, marks=pytest.mark.full),
-    pytest.param("Fp8DirectDotGeneralOp", 20, marks=pytest.mark.full),
-    pytest.param("Fp8DotGeneralOp", 0, marks=pytest.mark.full),
+    ("Fp8DirectDotGeneralOp", 0),
+    ("Fp8DirectDotGeneralOp", 20),
+    ("Fp8DotGeneralOp", 0),
 ]
 
 
@@ -175,11 +175,10 @@ def test_diagnose_step_compares_fp8_layers_of_flax(name, steps):
 
 SMALL = [
     pytest.param(Network(small=2), "Network/Dense_2", id="Fp8DirectDotGeneralOp"),
-    pytest.param(Einsums(small=1), "Einsums/Projection_1", id="Fp8Einsum", marks=pytest.mark.full),
+    pytest.param(Einsums(small=1), "Einsums/Projection_1", id="Fp8Einsum"),
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("module", "layer"), SMALL)
 def test_diagnose_step_names_the_fp8_layer_that_underflows(module, layer):
     diagnosis = diagnosed(module)

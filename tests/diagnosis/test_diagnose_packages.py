@@ -55,6 +55,7 @@ def place(text):
     return f"package/model.py:{number} ({re.match('def ([a-z]+)', function)[1]})"
 
 
+@pytest.mark.full
 def test_diagnose_names_the_lines_of_a_model_in_a_package(package):
     def loss_fn(params, x, dtype=H):
         return jnp.mean((package.network(params, x, dtype) - x) ** 2)

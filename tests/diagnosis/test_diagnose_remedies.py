@@ -17,6 +17,8 @@ from messages import NO_HALF_RESULT, REMEDY, REMEDY_OF_ALL_LINES
 from repair import repaired
 from tables import names
 
+pytestmark = pytest.mark.full
+
 PROMISE = re.compile(REMEDY + r"([<\d.]+)%?.*?(?:from 2\^(\S+) to 2\^(\S+) fit|\.)")
 # After the edit, the derivative rule of this program multiplies a float32 residual by values in half precision, and a
 # second diagnosis names that line.
@@ -35,7 +37,7 @@ CARRIED = {  # the first value of a loop and the other branch of a condition hav
 }
 
 
-@pytest.mark.parametrize("name", names(REPAIRED, default={"overflow", "no scale fits"}))
+@pytest.mark.parametrize("name", names(REPAIRED))
 def test_remedy_holds_after_the_edit(name):
     fault, told = REPAIRED[name], diagnosis_of(name)
     numbers = [int(re.search(r":(\d+) ", line)[1]) for line in told.lines]
@@ -99,7 +101,7 @@ def summary_of(name):
     return jmpscale.diagnose(jmpscale.autocast(fun))(jmpscale.dynamic(2.0**4), *args).summary
 
 
-@pytest.mark.parametrize("name", names(CAUSES, default={"compiled before", "rounded operands", "healthy"}))
+@pytest.mark.parametrize("name", names(CAUSES))
 def test_summary_offers_float32_results_if_half_results_are_the_cause(name):
     _, _, is_cause = CAUSES[name]
     summary = summary_of(name)
@@ -107,7 +109,7 @@ def test_summary_offers_float32_results_if_half_results_are_the_cause(name):
     assert ("Compute" in summary) == (name != "healthy")
 
 
-@pytest.mark.parametrize("name", names(["scores", "attention"], default={"scores"}))
+@pytest.mark.parametrize("name", names(["scores", "attention"]))
 def test_offer_of_float32_results_holds_after_the_edit(name):
     fun, args, _ = CAUSES[name]
     told = summary_of(name)

@@ -39,6 +39,8 @@ from messages import (
 )
 from tables import rows
 
+pytestmark = pytest.mark.full
+
 W, X = jnp.float32([1, 0.5]), jnp.float32([1, 2])
 
 
@@ -119,15 +121,7 @@ SCALERS = {  # the loss function, the scaler, the name of the present scale, and
 }
 
 
-DEFAULT_SCALERS = {
-    "not a power of two",
-    "the largest",
-    "dynamic, max_scale is too small",
-    "dynamic, min_scale is too large",
-}
-
-
-@pytest.mark.parametrize("row", rows(SCALERS, default=DEFAULT_SCALERS))
+@pytest.mark.parametrize("row", rows(SCALERS))
 def test_summary_names_the_scaler_that_fits(row):
     fun, scaler, present, sentences = row
     summary = diagnose(fun, W, scaler=scaler).summary
@@ -288,7 +282,6 @@ FINDINGS = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("row", rows(FINDINGS))
 def test_summary_begins_with_the_finding(row):
     diagnosis, names = diagnose(row.fun, *row.args), [line(row.fun, i) for i in range(2)]
@@ -406,7 +399,7 @@ ADVICE = {  # the loss function, the present scaler, the advised one, and the wo
 }
 
 
-@pytest.mark.parametrize("row", rows(ADVICE, default={"too large", "a line, and a scale that has backed off"}))
+@pytest.mark.parametrize("row", rows(ADVICE))
 def test_diagnosis_has_the_scaler_that_its_summary_names(row):
     fun, scaler, advised, words = row
     diagnosis = diagnose(fun, *((W, X) if fun is two_overflows else (W,)), scaler=scaler)
@@ -446,7 +439,6 @@ def test_large_result_of_the_forward_pass_does_not_add_runs():
     assert len(diagnose(near_overflow).scale_errors) == 8
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("x64")
 def test_numbers_above_float32_are_finite_in_float64():
     large = diagnose(lambda w: jnp.sum(w * 1e30) * 1e30, W.astype(jnp.float64))  # above the numbers of float32
@@ -460,7 +452,6 @@ def test_warning_of_scaled_backward_is_silent():
     assert summary.startswith("Loss scales from 2^-44 to 2^-25 fit; yours is 2^10.")
 
 
-@pytest.mark.full
 def test_program_of_many_lines():
     half = ["    y = y + jnp.sin(w.astype(H)).astype(jnp.float32)"] * 20
     half += ["    y = y + (w.astype(H) * H(3e4) * H(3)).astype(jnp.float32)"] * 14

@@ -16,6 +16,8 @@ from diagnosis_programs import H, fault_line
 from messages import FORWARD_ALONE, GRADIENTS_DIFFER, LOSS_DIFFERS, ONLY_A_RUN, OVERFLOW
 from tables import rows
 
+pytestmark = pytest.mark.full
+
 B = jnp.bfloat16
 
 
@@ -95,7 +97,6 @@ def residual_network(overflows=False):
     return loss_fn, variables["params"], images
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 def test_residual_network_that_trains_as_in_float32_has_no_line_that_must_change():
     loss_fn, *args = residual_network()
@@ -108,7 +109,6 @@ def test_residual_network_that_trains_as_in_float32_has_no_line_that_must_change
     assert high >= 14
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 def test_overflow_in_a_residual_network_is_the_cause_and_not_its_rounding():
     loss_fn, *args = residual_network(overflows=True)
@@ -157,7 +157,6 @@ def test_error_near_a_minimum_names_its_size_elsewhere_and_no_line():
     )
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("distance", [0.02, 0.002])
 def test_error_of_a_step_near_a_minimum_is_not_a_fault(distance):
     def step(params, batch):
@@ -178,7 +177,6 @@ def test_error_of_a_step_near_a_minimum_is_not_a_fault(distance):
     assert (float(found[4] or 0) > 3) == (loss_error > 0.03)
 
 
-@pytest.mark.full
 def test_scale_fits_near_a_minimum_if_the_backward_pass_is_right():
     params, batch = near_minimum(1e-4)
     loss_fn = jmpscale.autocast(lambda p, b: jnp.mean((jnp.tanh(b[0] @ p["a"]) @ p["b"] - b[1]) ** 2))
@@ -195,7 +193,6 @@ def test_scale_fits_near_a_minimum_if_the_backward_pass_is_right():
     assert small.fitting_scales == (low, high)
 
 
-@pytest.mark.full
 def test_error_of_the_update_follows_an_error_near_a_minimum():
     def step(params, average, batch):
         loss, grads = jax.value_and_grad(regression)(params, batch)
@@ -232,7 +229,6 @@ FAULTS_NEAR_A_MINIMUM = {  # a loss function, and its arguments near the minimum
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("row", rows(FAULTS_NEAR_A_MINIMUM))
 def test_fault_near_a_minimum_names_its_line(row):
     fun, args = row
@@ -241,7 +237,6 @@ def test_fault_near_a_minimum_names_its_line(row):
     assert place(fun) in diagnosis.lines
 
 
-@pytest.mark.full
 def test_underflow_near_a_minimum_is_one():
     diagnosis = jmpscale.diagnose(underflowing)(jnp.eye(16) * (1 + 2.0**-10), jnp.sign(normal(1, 64, 16)))
     assert "minimum" not in diagnosis.summary
@@ -279,7 +274,7 @@ WORDS = {  # the loss function, its arguments, the first words, and words that a
 }
 
 
-@pytest.mark.parametrize("row", rows(WORDS, default={"a sum that has grown"}))
+@pytest.mark.parametrize("row", rows(WORDS))
 def test_summary_has_the_words_of_an_error(row):
     fun, args, begin, absent = row
     summary = jmpscale.diagnose(fun)(jmpscale.dynamic(2.0**10), *args).summary

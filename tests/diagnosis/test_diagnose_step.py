@@ -93,7 +93,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", names(STEPS, default={"donated", "accumulated"}))
+@pytest.mark.parametrize("name", names(STEPS, default={"accumulated"}))
 def test_diagnose_step_returns_the_diagnosis_of_its_gradient(name):
     scaler = jmpscale.dynamic()
     expected = jmpscale.diagnose(lambda w: mean_square(w, X, Y))(scaler, W)
@@ -109,6 +109,7 @@ def test_diagnose_step_returns_the_diagnosis_of_its_gradient(name):
     assert jax.tree.all(jax.tree.map(np.array_equal, before, opt_state))
 
 
+@pytest.mark.full
 def test_diagnose_step_does_not_compare_a_gradient_that_the_loss_contains():
     """The backward pass of an inner gradient unscales its cotangents, which therefore depend on the scale."""
 
@@ -129,6 +130,7 @@ def test_diagnose_step_does_not_compare_a_gradient_that_the_loss_contains():
     assert low < 2.0**8 < high
 
 
+@pytest.mark.full
 def test_diagnose_step_names_a_line_that_makes_gradients_and_losses_infinite_once():
     def loss_fn(w, x):
         return jnp.mean((1e4 * x.astype(H) @ w.astype(H)).astype(F) ** 2)
@@ -179,6 +181,7 @@ TRACKED = {  # the value that the step stores, and options
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", names(TRACKED, default={"unscaled", "named"}))
 def test_diagnose_step_names_values_that_the_scale_does_not_multiply(name):
     stored, options = TRACKED[name]
@@ -213,6 +216,7 @@ def test_diagnose_step_names_gradients_that_are_unscaled_without_a_scaled_loss()
     assert "loss scales from" not in diagnosis.summary.lower()
 
 
+@pytest.mark.full
 def test_diagnose_step_of_several_steps_sums_their_gradients():
     found = jmpscale.diagnose_step(jax.jit(several_steps))(W, TX.init(W), (X, Y))
     expected = jmpscale.diagnose(lambda w: mean_square(w, X, Y))(jmpscale.dynamic(), W)
@@ -371,7 +375,7 @@ FAULTS = {  # a step, its arguments, the name of the leaf or result, and its dty
 }
 
 
-@pytest.mark.parametrize("name", names(FAULTS, default={"parameters", "recurrent state", "momentum and decay"}))
+@pytest.mark.parametrize("name", names(FAULTS, default={"momentum and decay"}))
 def test_diagnose_step_names_the_leaf_and_the_line_of_an_update_that_loses_digits(name):
     step, args, leaf, dtype = FAULTS[name]
     diagnosis = jmpscale.diagnose_step(jax.jit(step))(*args)
@@ -404,6 +408,7 @@ def test_diagnose_step_names_each_part_of_the_state_that_loses_digits():
         assert f" (and 3 other leaves, also of {other}): keep them in float32, not bfloat16." in summary
 
 
+@pytest.mark.full
 def test_diagnose_step_names_a_result_that_is_wrong_beside_the_state():
     def step(total, x):
         return total + jnp.mean(x).astype(H), jnp.sum((100 * x.astype(H)) ** 2)
@@ -415,6 +420,7 @@ def test_diagnose_step_names_a_result_that_is_wrong_beside_the_state():
     )
 
 
+@pytest.mark.full
 def test_diagnose_step_names_the_line_that_calls_a_wrapped_optimizer():
     tx = jmpscale.with_loss_scaling(optax.chain(optax.ema(1 - 2.0**-8, accumulator_dtype=B), optax.sgd(0.1)))
 
@@ -431,6 +437,7 @@ def test_diagnose_step_names_the_line_that_calls_a_wrapped_optimizer():
     assert diagnosis.lines == (f"test_diagnose_step.py:{fault_line(step)} (step)",)
 
 
+@pytest.mark.full
 def test_diagnose_step_reports_an_average_without_decay_once():
     def step(w, opt_state, x, y):
         loss, grads = jmpscale.value_and_grad(mean_square)(opt_state, w, x, y)
@@ -456,6 +463,7 @@ def test_diagnose_step_measures_the_update_apart_from_the_rounding_of_the_gradie
     assert diagnosis.changes == ()  # nothing but the gradients rounds
 
 
+@pytest.mark.full
 def test_diagnose_step_finds_the_loss_among_results_with_other_names():
     def step(params, batch):
         (loss, norm), grads = jax.value_and_grad(lambda p, b: (regression(p, b), optax.global_norm(p)), has_aux=True)(
@@ -494,6 +502,7 @@ def scaled_by_a_number(scale, scaler):
     return step, tx.init(W)
 
 
+@pytest.mark.full
 def test_diagnose_step_of_a_loss_that_is_scaled_by_a_number_is_one_without_a_scaler():
     step, opt_state = scaled_by_a_number(2.0**30, jmpscale.static(1.0))
     found = jmpscale.diagnose_step(jax.jit(step))(W, opt_state, (X, Y))
@@ -501,6 +510,7 @@ def test_diagnose_step_of_a_loss_that_is_scaled_by_a_number_is_one_without_a_sca
     assert (found.loss_scale, found.fitting_scales, found.scaler) == (1.0, None, None)
 
 
+@pytest.mark.full
 def test_diagnose_step_names_a_dynamic_scaler_whose_scale_changes_no_gradient():
     step, opt_state = scaled_by_a_number(2.0**30, jmpscale.dynamic())
     found = jmpscale.diagnose_step(step)(W, opt_state, (X, Y))
@@ -508,6 +518,7 @@ def test_diagnose_step_names_a_dynamic_scaler_whose_scale_changes_no_gradient():
     assert found.scaler is None
 
 
+@pytest.mark.full
 def test_diagnose_step_says_to_scale_by_a_larger_number_if_gradients_underflow():
     step, opt_state = scaled_by_a_number(2.0, jmpscale.static(1.0))
     summary = jmpscale.diagnose_step(step)(W, opt_state, (X, Y)).summary
@@ -545,6 +556,7 @@ def test_diagnose_step_reports_the_error_of_a_loss_that_rounded_arguments_change
     assert float(told[2]) > 3
 
 
+@pytest.mark.full
 def test_diagnose_step_names_a_leaf_that_changes_only_as_written():
     def step(state, x):
         return state * 3 / 3, x.mean()
@@ -623,6 +635,7 @@ def test_diagnose_step_says_that_no_argument_is_returned():
     assert "No argument is returned" not in update(parameters(), BATCH).summary
 
 
+@pytest.mark.full
 def test_diagnose_step_without_a_gradient_compares_the_update():
     def step(state, x):
         return state * B(0.999) + B(0.001) * x.astype(B), x.mean()
@@ -649,7 +662,7 @@ def warmed_up(tx):
     return optax.chain(tx, optax.scale_by_schedule(optax.linear_schedule(0.0, 1.0, 10)))
 
 
-@pytest.mark.parametrize("change", [in_four, warmed_up])
+@pytest.mark.parametrize("change", [pytest.param(in_four, marks=pytest.mark.full), warmed_up])
 def test_diagnose_step_names_leaves_that_do_not_change_in_this_step(change):
     tx = change(optax.sgd(0.3))
     params = parameters(B)
@@ -723,6 +736,7 @@ def test_diagnose_step_names_an_average_that_will_stop_moving_at_the_first_step(
     assert diagnosis.findings == (jmpscale.DiagnosisFinding(Kind.STALLED, names, dtype="bfloat16"),)
 
 
+@pytest.mark.full
 def test_diagnose_step_names_an_average_that_will_stop_moving_in_a_loop():
     step = bfloat16_average(0.999, "sum")
     state = {"params": parameters(), "nu": ZEROS}
@@ -780,6 +794,7 @@ def test_diagnose_step_does_not_name_a_constant_at_the_start_of_a_warm_up():
 # --- Errors. ---
 
 
+@pytest.mark.full
 def test_diagnose_of_a_loss_with_collectives_has_a_remedy():
     def loss_fn(w, x, y):
         return jax.lax.pmean(mean_square(w, x, y), "data")
@@ -793,6 +808,7 @@ def test_diagnose_of_a_loss_with_collectives_has_a_remedy():
     assert jmpscale.diagnose(mapped)(TX.init(W), W, X, Y).summary == expected.summary
 
 
+@pytest.mark.full
 def test_diagnose_step_of_arrays_on_explicit_axes_without_their_mesh_has_a_remedy():
     mesh = meshes.make_mesh(jax.sharding.AxisType.Explicit, data=4)
     x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
@@ -808,6 +824,7 @@ def test_diagnose_step_of_arrays_on_explicit_axes_without_their_mesh_has_a_remed
         assert jmpscale.diagnose_step(step)(jax.device_put(W, jax.NamedSharding(mesh, jax.P())), x).state == ("w",)
 
 
+@pytest.mark.full
 def test_diagnose_step_does_not_take_a_computed_scale_for_the_loss():
     def loss_fn(w, x):
         return jnp.mean((x.astype(B) @ w.astype(B)).astype(F) ** 2)
@@ -870,6 +887,7 @@ def test_diagnose_step_of_a_step_that_was_compiled_ahead_of_time_has_a_remedy():
     assert any("Pass the function that was compiled to diagnose_step." in note for note in caught.value.__notes__)
 
 
+@pytest.mark.full
 def test_diagnosis_lists_the_matmuls_that_autocast_leaves_in_float32():
     """Also if the step has been compiled or diagnosed before."""
 

@@ -20,7 +20,7 @@ from arrays import normal
 from messages import GRADIENTS_DIFFER
 from tables import names
 
-pytestmark = pytest.mark.usefixtures("standard_promotion_and_ranks")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion_and_ranks")]
 
 B, H, F = jnp.bfloat16, jnp.float16, jnp.float32
 X = normal(0, 64, 16)
@@ -147,7 +147,6 @@ def haiku_step(dtype):
     return step, (params, ADAM.init(params), X, Y), ("params", "opt_state")
 
 
-@pytest.mark.full
 def test_diagnose_step_names_the_leaves_of_a_mapping_that_jax_numbers():
     step, (params, opt_state, *batch), _ = haiku_step(B)
     immutable = haiku.data_structures.to_immutable_dict(params)
@@ -310,7 +309,6 @@ STEPS = {
     "pmap of copies": pmapped_copies,
     "FSDP": fsdp,
 }
-_FEW = {"shard_map"}
 
 
 def values(tree):
@@ -322,7 +320,7 @@ def values(tree):
     return [np.asarray(x) for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
 
 
-@pytest.mark.parametrize("name", names(STEPS, default=_FEW))
+@pytest.mark.parametrize("name", names(STEPS))
 def test_diagnose_step_names_the_parameters_in_bfloat16_that_an_optimizer_hardly_changes(name):
     step, args, state = STEPS[name](B)
     before = values(args)
@@ -338,7 +336,6 @@ def test_diagnose_step_names_the_parameters_in_bfloat16_that_an_optimizer_hardly
     assert all(np.array_equal(x, y) for x, y in zip(before, values(args), strict=True))
 
 
-@pytest.mark.full
 def test_diagnose_step_takes_the_copies_of_a_scaler_on_the_devices_of_pmap():
     meshes.require_devices(8)
     state = parameters(), jmpscale.dynamic(2.0**24)
@@ -360,7 +357,6 @@ def test_diagnose_step_takes_the_copies_of_a_scaler_on_the_devices_of_pmap():
     assert diagnosis.scaler == expected.scaler
 
 
-@pytest.mark.full
 def test_diagnose_step_omits_a_state_whose_dtypes_the_first_update_changes():
     """The first update returns the moments, which are created in bfloat16, in float32."""
     tx, params = optax.contrib.ademamix(1e-4, mu_dtype=B), parameters(F)
@@ -376,7 +372,6 @@ def test_diagnose_step_omits_a_state_whose_dtypes_the_first_update_changes():
     assert diagnosis.summary.startswith(GRADIENTS_DIFFER)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("dtype", [F, B], ids=["float32", "bfloat16"])
 def test_diagnose_step_of_arrays_on_explicit_axes_is_the_same(dtype):
     mesh = meshes.make_mesh(jax.sharding.AxisType.Explicit, data=8)
@@ -482,7 +477,7 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("name", names(SCALED, default={"NNX", "by hand"}))
+@pytest.mark.parametrize("name", names(SCALED))
 def test_diagnose_step_finds_the_scales_of_a_scaler_in_the_state(name):
     step, args = SCALED[name]()
     before = values(args)
@@ -496,7 +491,6 @@ def test_diagnose_step_finds_the_scales_of_a_scaler_in_the_state(name):
     assert all(np.array_equal(x, y) for x, y in zip(before, values(args), strict=True))
 
 
-@pytest.mark.full
 def test_diagnose_step_of_a_step_that_binds_nnx_objects_compares_their_state():
     step, (model, optimizer, *batch), state = nnx_step(F)
     diagnosis = jmpscale.diagnose_step(functools.partial(step, model, optimizer))(*batch)

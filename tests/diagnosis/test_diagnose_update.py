@@ -17,7 +17,7 @@ import jmpscale
 from arrays import normal
 from tables import names
 
-pytestmark = pytest.mark.usefixtures("standard_promotion_and_ranks")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion_and_ranks")]
 
 B, F = jnp.bfloat16, jnp.float32
 Kind = jmpscale.FindingKind
@@ -127,7 +127,7 @@ HALF_COPIES = {
 }
 
 
-@pytest.mark.parametrize("name", names(HALF_COPIES, default={"bfloat16", "in a scan"}))
+@pytest.mark.parametrize("name", names(HALF_COPIES))
 def test_diagnose_step_names_parameters_that_are_rounded_because_the_update_begins_from_their_copy(name):
     step, args = HALF_COPIES[name]
     diagnosis = jmpscale.diagnose_step(step)(*args)
@@ -233,7 +233,7 @@ LOST = {  # a step, its arguments, and the part of the state whose change is los
 }
 
 
-@pytest.mark.parametrize("name", names(LOST, default={"gated state that the loss reads"}))
+@pytest.mark.parametrize("name", names(LOST))
 def test_diagnose_step_names_state_whose_change_is_lost(name):
     step, args, part = LOST[name]
     diagnosis = jmpscale.diagnose_step(jax.jit(step))(*args)
@@ -255,7 +255,6 @@ def of_members(params, x, y, rates):
     return params, losses.mean()
 
 
-@pytest.mark.full
 def test_diagnose_step_names_a_slice_of_a_stacked_leaf():
     """Of eight members, the last ones have rates at which rounding removes their changes; the others hide them."""
     stacked = tree_map(lambda p: jnp.stack([p] * 8), NARROW)

@@ -394,6 +394,6 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("run", rows(RIGHT))
+@pytest.mark.parametrize("run", rows(RIGHT, only_full={"NNX", "attribute, eager"}))
 def test_scale_gives_no_warning_if_gradients_are_unscaled(run):
     run()

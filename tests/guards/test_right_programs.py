@@ -38,8 +38,6 @@ DEFAULT = {
     "wrapper",
     "functional_api",
     "scale_and_unscale",
-    "scaled_backward_by_a_number",
-    "init_in_the_compiled_step",
 }
 
 

@@ -146,6 +146,7 @@ LEAVES = {
 SPECS = {"a": P("x", "y"), "b": P("y"), "c": P(), "d": P("x", "y")}
 
 
+@pytest.mark.full
 def test_grad_report_is_global_under_shard_map():
     mesh = meshes.make_mesh(x=4, y=2)
     grads = {name: jax.device_put(x, jax.NamedSharding(mesh, SPECS[name])) for name, x in LEAVES.items()}

@@ -111,6 +111,7 @@ def test_monitor_of_the_readme_raises_if_most_steps_are_skipped(every, skips):
         pages.run(program, namespace)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 def test_monitor_of_the_readme_warns_if_the_loop_loses_the_state():
     program = README_TRAINING.replace("2048", "8")
@@ -177,6 +178,7 @@ def test_program_trains_before_and_after_the_first_diff(diff):
     assert jmpscale.get_scaler(opt_state).total_steps == 40
 
 
+@pytest.mark.full
 def test_readme_step_passes_the_check_after_the_diff(capsys):
     program = pages.apply_diff(README_DIFFS[-1], README_PYTHON[-1])
     pages.run(program, {"__name__": "README.md"})

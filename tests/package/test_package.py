@@ -228,6 +228,7 @@ def _identifiers(path):
     return {string for kind, string in _tokens(path) if kind == tokenize.NAME}
 
 
+@pytest.mark.full
 def test_private_names_in_comments_and_docstrings_exist():
     known = OF_OTHERS.union(*map(_identifiers, SOURCES))
     named = {(path.name, name) for path in PROSE for name in PRIVATE_NAME.findall(_comments_and_docstrings(path))}
@@ -281,6 +282,7 @@ def test_algorithm_calls_the_guards_of_its_name_and_uses_no_result(module):
         assert returns is None or returns == collections.abc.Iterator[None]
 
 
+@pytest.mark.full
 def test_guards_are_events_that_the_algorithm_calls_and_checks_are_what_others_share():
     """A check that only one module of guards calls is in this module."""
     mirrored = {f"_guards/{module.removeprefix('_algorithm/')}" for module in GUARDED}

@@ -142,6 +142,7 @@ def test_averages_of_gradients_have_the_names_of_optax(name):
 LAYERS = ["Fp8DirectDotGeneralOp", "Fp8DotGeneralOp", "NANOOFp8DotGeneralOp"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("layer", [name for name in LAYERS if hasattr(fp8_ops, name)])
 def test_statistics_of_fp8_layers_have_the_names_of_flax(layer):

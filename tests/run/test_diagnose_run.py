@@ -55,6 +55,7 @@ def test_diagnose_run_names_what_half_precision_does(fault):
     assert run.summary.endswith(run.diagnosis.summary)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", names(runs.RIGHT, default={"loss scaling in float16"}))
 def test_diagnose_run_accuses_no_right_run(name):
     run, _ = runs.diagnosed(runs.RIGHT[name](), runs.STEPS)
@@ -163,6 +164,7 @@ def test_diagnose_run_summarizes_a_fault_and_a_right_run():
     assert right.summary.count(". ") == 0, "a right run has one sentence"
 
 
+@pytest.mark.full
 def test_diagnose_run_compares_a_float32_program_with_itself():
     """All runs have the same batches and random numbers."""
 
@@ -299,6 +301,7 @@ def test_diagnose_run_names_arguments_that_do_not_come_back():
 # --- scalers
 
 
+@pytest.mark.full
 def test_diagnose_run_gives_each_run_a_scaler_of_its_own():
     run, _ = runs.diagnosed(runs.scaled(), 12)
     assert (run.skips, run.skips_float32) == (4, 0)
@@ -321,6 +324,7 @@ def test_diagnose_run_uses_each_batch_once():
     assert (taken, len(run.loss)) == ([0, 1, 2, 3], 4)
 
 
+@pytest.mark.full
 def test_diagnose_run_compiles_a_smaller_last_batch():
     small = X[:5], Y[:5]
     run = jmpscale.diagnose_run(descend, [BATCH, BATCH, small])(PARAMS)
@@ -439,6 +443,7 @@ def test_diagnose_run_judges_by_the_state_if_the_step_returns_no_loss():
     )
 
 
+@pytest.mark.full
 def test_diagnose_run_names_what_is_finite_only_in_float32():
     def step(params, batch):
         loss, grads = jax.value_and_grad(lambda w: jnp.mean((w.astype(H) * H(100)).astype(F)))(params)
@@ -459,6 +464,7 @@ def test_diagnose_run_says_if_float32_makes_no_progress():
     assert run.summary.startswith("In 5 steps the loss makes no clear progress in float32, from ")
 
 
+@pytest.mark.full
 def test_diagnose_run_accuses_no_chaotic_run():
     def step(x, batch):
         half = x.astype(B).astype(F)

@@ -18,6 +18,8 @@ from jmpscale._step.call import StepCall
 from jmpscale._step.dependence import StepDependence
 from jmpscale._step.state import changed_types, match_state
 
+from tables import names
+
 PARAMS = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
 AVERAGE = {"a": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
 ADAM = optax.adam(1e-3)
@@ -381,7 +383,10 @@ def test_match_state_finds_what_a_step_returns_of_its_arguments(name, compiled):
     ] == DATA.get(name, [])
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in ONLY_WITH_FLOW])
+WITHOUT_FLOW = [name for name in ROWS if name not in ONLY_WITH_FLOW]
+
+
+@pytest.mark.parametrize("name", names(WITHOUT_FLOW, only_full={"step", "other dtype"}))
 def test_match_state_needs_no_program_where_the_structure_tells(name):
     step, args, expected = ROWS[name]
     call = StepCall(step, args, {})
@@ -444,6 +449,7 @@ def test_match_state_counts_python_numbers_as_arrays():
     assert _matches(call, *call.trace()) == {"state": "[0][0]"}
 
 
+@pytest.mark.full
 def test_match_state_finds_an_equinox_module_with_functions_as_leaves():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(3, 2, 4, 1, key=KEY)
@@ -483,6 +489,7 @@ def _nnx_arguments():
     return model, optimizer, nnx.clone(nnx.state(model, nnx.Param))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "compiled", [nnx.jit, pytest.param(lambda step: step, marks=pytest.mark.full)], ids=["jit", "eager"]
 )

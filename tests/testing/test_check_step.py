@@ -16,6 +16,7 @@ from jmpscale.testing import check_step
 import check_step_programs as programs
 import meshes
 from check_step_programs import ADAM, GRADIENTS, PARAMS, SGD, WRAPPED, X, Y, functional, loss_fn, with_flag, wrapper
+from tables import names
 
 KEY_DATA = jax.random.key_data(jax.random.key(0))  # which programs without typed keys hold
 ONLY_A, ONLY_B = {"a": True, "b": False}, {"a": False, "b": True}
@@ -34,10 +35,6 @@ def _of_loss(loss_fn, inner=ADAM, scaler=None):
 
 def _in_chain(*parts):
     return wrapper(optax.chain(*parts))
-
-
-def _rows(table, default):
-    return [pytest.param(name, marks=[] if name in default else pytest.mark.full) for name in table]
 
 
 # --- right steps ---
@@ -96,7 +93,7 @@ RIGHT = {  # functions that return a step and its state
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", _rows(RIGHT, {"functional", "float16 copy of float32 parameters"}))
+@pytest.mark.parametrize("name", names(RIGHT, default={"functional", "float16 copy of float32 parameters"}))
 def test_check_step_accepts_a_right_step_without_output(name, capsys):
     step, state = RIGHT[name]()
     check_step(jax.jit(step))(state)
@@ -354,9 +351,7 @@ MISTAKES = {  # as RIGHT, and a pattern of the message
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", _rows(MISTAKES, {"after clip", "after sign", "updated twice", "flag by maximum", "scale that never grows"})
-)
+@pytest.mark.parametrize("name", names(MISTAKES, default={"after clip", "updated twice"}))
 def test_check_step_names_the_mistake_without_a_warning(name):
     create, pattern = MISTAKES[name]
     step, state = create()
@@ -367,6 +362,7 @@ def test_check_step_names_the_mistake_without_a_warning(name):
 # --- what a step may take, return and do ---
 
 
+@pytest.mark.full
 def test_check_step_keeps_a_state_that_the_step_donates():
     step, state = _of_loss(programs.in_float16)
     state = jax.tree.map(jnp.copy, state)
@@ -408,7 +404,7 @@ UNTRACEABLE = {  # what a step may do with a value where JAX cannot trace it, an
 }
 
 
-@pytest.mark.parametrize("name", _rows(UNTRACEABLE, {"format"}))
+@pytest.mark.parametrize("name", names(UNTRACEABLE, default=()))
 def test_check_step_accepts_a_right_step_that_jax_cannot_trace(name):
     use, error = UNTRACEABLE[name]
     step, state = wrapper()
@@ -470,6 +466,7 @@ def test_check_step_takes_nnx_objects_with_a_common_variable(capsys):
     assert model.loss_scale is optimizer.opt_state.scaler.loss_scale
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_check_step_names_a_variable_that_is_the_scale_of_an_older_state():
     model, optimizer = _nnx_objects()
@@ -536,6 +533,7 @@ def test_check_step_takes_the_copies_of_a_state_on_the_devices_of_pmap(is_right)
             check_step(step)(*args)
 
 
+@pytest.mark.full
 def test_check_step_names_what_may_be_state_and_was_taken_for_data(capsys):
     """A reconstruction looks like the new value of a batch."""
     tx = jmpscale.with_loss_scaling(optax.sgd(1e-2))
@@ -595,6 +593,7 @@ class _TrainState(TrainState):
     key: jax.Array
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "key", [pytest.param(jax.random.key(0), marks=pytest.mark.full, id="key"), pytest.param(KEY_DATA, id="key data")]
 )
