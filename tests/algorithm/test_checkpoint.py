@@ -247,7 +247,7 @@ def uninterrupted(program):
     [
         (functional, orbax, [5]),
         pytest.param(functional, msgpack, range(STEPS), marks=pytest.mark.full),
-        (master_params, msgpack, [5]),
+        pytest.param(master_params, msgpack, [5], marks=pytest.mark.full),
         pytest.param(master_params, orbax, range(STEPS), marks=pytest.mark.full),
         pytest.param(train_state, msgpack, range(STEPS), marks=pytest.mark.full),
         pytest.param(nnx_optimizer, orbax, range(STEPS), marks=pytest.mark.full),

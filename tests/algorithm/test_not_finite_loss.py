@@ -122,6 +122,7 @@ def test_step_with_a_loss_that_is_not_finite_is_skipped(case):
         assert new.last_skip_reason == jmpscale.SkipReason.LOSS
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(f"ignore:the .* {CONSTANT}")
 def test_step_that_is_skipped_because_of_its_loss_needs_no_loss_scale():
     """`static(1.0)` is the guard against losses of NaN in float32 and bfloat16."""

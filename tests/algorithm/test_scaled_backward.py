@@ -293,6 +293,7 @@ def test_second_derivatives_have_a_scale_for_each_element_of_a_batch(axes):
         chex.assert_trees_all_close((outer, inner), (expected, expected), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_second_derivatives_are_exact_for_any_scale(x64):
     w = jnp.asarray(W, jnp.float64)
     hessian = jax.jacrev(jax.grad(jmpscale.scaled_backward(lambda w: jnp.sum(jnp.sin(w)), 1000)))(w)

@@ -61,6 +61,7 @@ EQUATIONS = {  # a matmul with any order of its axes, and the shapes of its oper
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [F16, pytest.param(BF16, marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("case", rows(EQUATIONS, default={"a batch and two contracted axes"}))
 def test_autocast_with_float32_results_equals_rounded_operands(case, dtype):

@@ -81,6 +81,7 @@ def gated_overflow(w, x):
     return squared(jnp.tanh(h.astype(jnp.float32) * 1e-6))
 
 
+@pytest.mark.full
 def test_line_in_a_gate_is_named():
     assert diagnose(gated_overflow, W, X[:8]).lines == (line_of(gated_overflow, "# gated", "step"),)
 
@@ -192,6 +193,7 @@ def callback_is_infinite(w):
     return squared(doubled(jax.lax.stop_gradient(w.astype(H) * H(6e4))) * w.astype(H))
 
 
+@pytest.mark.full
 def test_infinity_of_an_operation_in_half_precision_is_not_said_to_be_one_in_float32():
     line = line_of(doubled, "# callback")
     assert diagnose(callback_is_infinite, jnp.ones(2)).summary == (

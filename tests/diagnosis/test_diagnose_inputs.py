@@ -88,6 +88,7 @@ def trials(fun, *consts):
     return GradientTrials(forms(program), gradients, (), AcceptedErrors(), **options)
 
 
+@pytest.mark.full
 def test_gradients_that_are_rounding_noise_or_negligible_are_not_decisive():
     x = jnp.float32(np.linspace(0.7, 1.3, 64))
     noise = (x - x.mean()).sum()  # zero except for rounding

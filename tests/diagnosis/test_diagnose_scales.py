@@ -106,6 +106,7 @@ def run_at_every_power(program, params):
     return float(loss), errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", rows(PROGRAMS, default=DEFAULT))
 def test_diagnose_finds_the_scales_that_float16_runs_find(program):
     fun, params = program

@@ -225,6 +225,7 @@ def test_diagnose_step_of_several_steps_sums_their_gradients():
     assert found.gradient_error == pytest.approx(expected.gradient_error, rel=0.5)
 
 
+@pytest.mark.full
 def test_diagnose_step_names_the_gradients_after_the_parameters_that_they_change():
     def loss_fn(params, x):
         return jnp.mean(jnp.tanh(x @ params["a"] @ params["b"]) ** 2) + jnp.mean(_cancelling(x @ params["c"]))
@@ -399,6 +400,7 @@ def small_changes(params, average, batch):
     return params, jax.tree.map(lambda e, p: e + B(1e-3) * (p - e), average, params)
 
 
+@pytest.mark.full
 def test_diagnose_step_names_each_part_of_the_state_that_loses_digits():
     diagnosis = jmpscale.diagnose_step(small_changes)(parameters(B), NEAR, BATCH)
     in_one = jmpscale.diagnose_step(lambda state, batch: small_changes(*state, batch))((parameters(B), NEAR), BATCH)
@@ -452,6 +454,7 @@ def test_diagnose_step_reports_an_average_without_decay_once():
     assert [x.kind for x in diagnosis.findings if x.names == ("opt_state.inner_state[0].nu",)] == [Kind.STALLED]
 
 
+@pytest.mark.full
 def test_diagnose_step_measures_the_update_apart_from_the_rounding_of_the_gradients():
     def step(params, average, batch):
         loss, grads = jax.value_and_grad(regression)(params, batch)
@@ -675,6 +678,7 @@ def test_diagnose_step_names_leaves_that_do_not_change_in_this_step(change):
 # --- What no comparison of two runs shows. ---
 
 
+@pytest.mark.full
 def test_diagnose_step_names_a_decay_that_hyperparameters_hold_in_half_precision():
     tx = optax.inject_hyperparams(optax.adam)(1e-2)
     params = parameters(B)

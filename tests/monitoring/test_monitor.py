@@ -725,7 +725,7 @@ RETURNED = {  # what a training loop returns, from its last carry and from the l
     "metrics": lambda carry, losses: jmpscale.metrics(carry[1])["total_skips"],
     "optimizer state": lambda carry, losses: carry[1].inner_state,
 }
-DEFAULT_RETURNED = {"parameters", "losses", "metrics"}
+DEFAULT_RETURNED = {"metrics"}
 WRONG_RUNS = {  # the scaler, the gradient divided by the parameters, and the warning
     "skips": (jmpscale.static(8.0), INF, "3 consecutive steps were skipped"),
     "growth": (jmpscale.dynamic(2.0**31, growth_interval=4), 1.0, "The loss scale has grown to its limit"),

@@ -139,6 +139,7 @@ FORGOTTEN = {  # a changed line of the README's program, the original line, and 
 }
 
 
+@pytest.mark.full
 @pytest.mark.guards
 @pytest.mark.parametrize("forgotten", rows(FORGOTTEN, default={"with_loss_scaling", "value_and_grad"}))
 def test_readme_program_reports_a_forgotten_line(forgotten):

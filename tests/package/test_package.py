@@ -130,6 +130,7 @@ def test_module_imports_its_own_part_and_lower_parts_only(module):
     assert libraries <= ALWAYS | MAY_IMPORT.get(module, set())
 
 
+@pytest.mark.full
 def test_imports_have_no_cycles():
     order = graphlib.TopologicalSorter({module: _own_imports(module) for module in MODULES}).static_order()
     assert sorted(order) == MODULES
@@ -236,6 +237,7 @@ def test_private_names_in_comments_and_docstrings_exist():
     assert {(path, name) for path, name in named if name not in known} == set()
 
 
+@pytest.mark.full
 def test_paths_in_comments_and_docstrings_exist():
     folders = {"benchmarks", "docs", "notebooks", "tests"} | {path.name for path in PACKAGE.iterdir() if path.is_dir()}
     found = {(path, name.rstrip("`/")) for path in PROSE for name in PATH.findall(_comments_and_docstrings(path))}

@@ -254,6 +254,7 @@ def test_in_float32_accepts_filter_jit_of_equinox(standard_promotion):
         assert fun(layer, x) == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.full
 def test_in_float32_runs_a_training_step_that_is_fed_back(standard_promotion):
     tx = optax.adam(1e-4)
 

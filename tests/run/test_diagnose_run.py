@@ -119,6 +119,7 @@ HALF = jmpscale.cast(PARAMS, B)
 STALLED = "params['a']"
 
 
+@pytest.mark.full
 def test_diagnose_run_returns_the_losses_of_each_step_and_the_changes():
     run = jmpscale.diagnose_run(descend, [BATCH] * 30)(HALF)
     params, expected = jmpscale.cast(HALF, F), []
@@ -289,6 +290,7 @@ def test_diagnose_run_runs_equinox_and_haiku():
     assert run.loss[4] < run.loss[0]
 
 
+@pytest.mark.full
 def test_diagnose_run_names_arguments_that_do_not_come_back():
     def step(params, teacher, batch):
         return descend(params, (batch[0], batch[0] @ teacher), 0.1)
