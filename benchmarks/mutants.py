@@ -44,7 +44,7 @@ PARTS = {"diagnosis": DIAGNOSIS, "training": [name for name in MODULES if name n
 DIAGNOSIS_TESTS = [f"tests/{room}" for room in ("diagnosis", "programs", "run", "step")]
 DIAGNOSIS_TESTS += ["tests/autocast/test_autocast_warnings.py", "jmpscale/_diagnosis"]
 TESTS = {"diagnosis": DIAGNOSIS_TESTS, "training": []}  # the paths of the tests; an empty list selects all tests
-TIMEOUT = 300  # seconds, after which a fault counts as caught: the tests do not end
+TIMEOUT = 300  # seconds without an end of a test, after which a fault counts as caught: the test does not end
 # A forked process that finds these imported starts its tests sooner. None of them starts a device.
 IMPORTED_ONCE = ("chex", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "haiku", "matplotlib.pyplot")
 IMPORTED_ONCE += ("hypothesis.strategies", "optax", "orbax.checkpoint")
@@ -131,8 +131,11 @@ def run_tests(folder, tests, options):
         finally:
             os._exit(0)
     os.close(writer)
-    end = time.monotonic() + TIMEOUT
+    log = folder / "log.txt"  # grows with each test that ends
+    size, end = 0, time.monotonic() + TIMEOUT
     while not os.waitpid(child, os.WNOHANG)[0]:
+        if log.exists() and log.stat().st_size != size:
+            size, end = log.stat().st_size, time.monotonic() + TIMEOUT
         if time.monotonic() > end:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
