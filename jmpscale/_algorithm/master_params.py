@@ -42,8 +42,9 @@ def with_master_params(inner: Transformation) -> optax.GradientTransformationExt
       None for each other parameter.
 
     Raises:
-      TypeError: `inner` is not a gradient transformation. From `tx.update`: the parameters are missing or are
-        gradients, one has been converted since `tx.init`, or the state is from another optimizer.
+      TypeError: `inner` is not a gradient transformation. From `tx.init`: `inner` needs arrays, and the parameters
+        contain other leaves. From `tx.update`: the parameters are missing or are gradients, one has been converted
+        since `tx.init`, or the state is from another optimizer.
 
     Warns:
       UserWarning: a gradient is float16 although `inner` adapts a loss scale.
@@ -66,7 +67,9 @@ def with_master_params(inner: Transformation) -> optax.GradientTransformationExt
     def init(params: optax.Params) -> WithMasterParamsState:
         copies = jax.tree.map(lambda param: param if is_half(param) else None, params)
         # inner may keep parameters in its state: it gets arrays of its own, so that both can be donated.
-        return WithMasterParamsState(as_float32(copies, is_half), tx.init(as_float32(params, is_half)))
+        with guards.initializing(params):
+            inner_state = tx.init(as_float32(params, is_half))
+        return WithMasterParamsState(as_float32(copies, is_half), inner_state)
 
     def update(
         updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any

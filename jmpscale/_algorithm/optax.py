@@ -98,8 +98,8 @@ def with_loss_scaling(
     Raises:
       TypeError: an argument has the wrong type, `inner` contains another wrapper, has float16 numbers in its state
         beside `with_master_params`, or changes the types of its state, the loss is passed by position or as `loss=`,
-        the parameters are gradients, a gradient or the loss is a partial sum, or a gradient is a `jax.Ref` or part of a
-        scaler.
+        the parameters are gradients, or `inner` needs arrays and they contain other leaves, a gradient or the loss is a
+        partial sum, or a gradient is a `jax.Ref` or part of a scaler.
       ValueError: `max_norm` or `warn_after_skips` is out of range, an axis is not mapped, or a state is from a wrapper
         with `max_norm` and this one has none, or the reverse.
 
@@ -128,7 +128,8 @@ def with_loss_scaling(
     def init(params: optax.Params) -> Any:
         register_with_flax()
         scaler = jax.tree.map(jnp.array, initial)
-        inner_state = tx.init(params)
+        with guards.initializing(params):
+            inner_state = tx.init(params)
         if scaler.config.mode != "disabled" and any(map(_is_widened, jax.tree.leaves(params))):
             inner_state = tx.init(_as_seen_by_inner(params, inner_state))
         grad_norm = None if max_norm is None else jnp.zeros((), jnp.float32)

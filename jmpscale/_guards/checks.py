@@ -20,6 +20,7 @@ from jmpscale._base.tree import (
     differing_nodes,
     find_instances,
     first_leaf,
+    is_array,
     is_inexact,
     is_real_scalar,
     is_traced,
@@ -229,6 +230,16 @@ def check_params(params: PyTree) -> None:
     arrays = jax.tree.leaves(params)
     if arrays and all(has_mark(Mark.GRADIENT, x) for x in arrays):
         raise TypeError("params must be the parameters, got gradients. The arguments are (grads, state, params).")
+
+
+def check_only_arrays(params: PyTree, error: TypeError) -> None:
+    """Raises if the parameters contain other leaves, which an error of an optimizer's `init` does not name."""
+    for path, leaf in named_leaves(params):
+        if not (is_array(leaf) or isinstance(leaf, bool | int | float | complex)):
+            raise TypeError(
+                f"params must contain only arrays, got {describe(leaf)} as params{path}. Omit other leaves, as "
+                "eqx.filter(model, eqx.is_inexact_array) does."
+            ) from error
 
 
 def check_not_wrapped(state: PyTree, name: str, remedy: str) -> None:

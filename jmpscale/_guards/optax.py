@@ -1,6 +1,7 @@
 """Guards of `with_loss_scaling`."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jmpscale._guards.checks import (
     check_no_partial_sums,
     check_no_scaler,
     check_not_wrapped,
+    check_only_arrays,
     check_params,
     check_same_structure,
     check_same_types,
@@ -55,6 +57,15 @@ def created(inner: object, scaler: ScalerState | None, max_norm: object, warn_af
         check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
     if warn_after_skips is not None:
         check_count("warn_after_skips", warn_after_skips)
+
+
+@contextlib.contextmanager
+def initializing(params: PyTree) -> Iterator[None]:
+    try:
+        yield
+    except TypeError as error:
+        check_only_arrays(params, error)
+        raise
 
 
 def initialized(params: PyTree, state: WithLossScalingState) -> None:

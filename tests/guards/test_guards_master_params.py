@@ -41,6 +41,10 @@ WRONG_CALLS = {
         lambda: TX.update(GRADS, STATE), "params must be the parameters, got None. Call tx.update"
     ),
     "gradients": Mistake(_gradients_as_params, "params must be the parameters, got gradients."),
+    "parameters that are not arrays": Mistake(
+        lambda: jmpscale.with_master_params(optax.adam(1e-3)).init([HALF["w"], jax.nn.relu]),
+        "params must contain only arrays, got relu as params[1]. Omit other leaves, as eqx.filter(model, eqx.is_inexac",
+    ),
     "converted after init": Mistake(
         lambda: TX.update(HALF, STATE, HALF),
         "params['b'] must have the dtype that it had in tx.init, where it got no float32 copy, got float16[2]. Call "

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -68,6 +70,10 @@ WRONG_CALLS = {
     "gradients as parameters": Mistake(
         lambda: SCALE.update(GRADS, SCALE_STATE, _gradients_of_sum()),
         "params must be the parameters, got gradients. The arguments are (grads, state, params).",
+    ),
+    "parameters that are not arrays": Mistake(
+        lambda: TX.init({"model": eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))}),
+        "params must contain only arrays, got relu as params['model'].activation. Omit other leaves, as eqx.filter(mod",
     ),
     "wrapped in a chain": Mistake(
         lambda: _wrap(optax.chain(SGD, optax.chain(TX)), jmpscale.disabled())().init(GRADS),
