@@ -44,7 +44,7 @@ PARTS = {"diagnosis": DIAGNOSIS, "training": [name for name in MODULES if name n
 DIAGNOSIS_TESTS = [f"tests/{room}" for room in ("diagnosis", "programs", "run", "step")]
 DIAGNOSIS_TESTS += ["tests/autocast/test_autocast_warnings.py", "jmpscale/_diagnosis"]
 TESTS = {"diagnosis": DIAGNOSIS_TESTS, "training": []}  # the paths of the tests; an empty list selects all tests
-TIMEOUT = 300  # seconds without an end of a test, after which a fault counts as caught: the test does not end
+TIMEOUT = 300  # seconds in which no test ends, after which a fault counts as caught: a test does not end
 # A forked process that finds these imported starts its tests sooner. None of them starts a device.
 IMPORTED_ONCE = ("chex", "equinox", "flax.linen", "flax.nnx", "flax.training.train_state", "haiku", "matplotlib.pyplot")
 IMPORTED_ONCE += ("hypothesis.strategies", "optax", "orbax.checkpoint")

@@ -98,8 +98,8 @@ def with_loss_scaling(
     Raises:
       TypeError: an argument has the wrong type, `inner` contains another wrapper, has float16 numbers in its state
         beside `with_master_params`, or changes the types of its state, the loss is passed by position or as `loss=`,
-        the parameters are gradients, or `inner` needs arrays and they contain other leaves, a gradient or the loss is a
-        partial sum, or a gradient is a `jax.Ref` or part of a scaler.
+        the parameters are gradients, a gradient or the loss is a partial sum, or a gradient is a `jax.Ref` or part of a
+        scaler. From `tx.init`: `inner` needs arrays, and the parameters contain other leaves.
       ValueError: `max_norm` or `warn_after_skips` is out of range, an axis is not mapped, or a state is from a wrapper
         with `max_norm` and this one has none, or the reverse.
 

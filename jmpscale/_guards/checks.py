@@ -1,7 +1,9 @@
-"""What several guards and tools share: checks that raise, `check_*`, checks that warn, `warn_*`, and a mark."""
+"""What several guards and tools share: checks that raise, `check_*`, checks that warn, `warn_*`, a guard and a mark."""
 
+import contextlib
 import contextvars
 import itertools
+from collections.abc import Iterator
 from typing import TypeGuard
 
 import jax
@@ -232,14 +234,19 @@ def check_params(params: PyTree) -> None:
         raise TypeError("params must be the parameters, got gradients. The arguments are (grads, state, params).")
 
 
-def check_only_arrays(params: PyTree, error: TypeError) -> None:
-    """Raises if the parameters contain other leaves, which an error of an optimizer's `init` does not name."""
-    for path, leaf in named_leaves(params):
-        if not (is_array(leaf) or isinstance(leaf, bool | int | float | complex)):
-            raise TypeError(
-                f"params must contain only arrays, got {describe(leaf)} as params{path}. Omit other leaves, as "
-                "eqx.filter(model, eqx.is_inexact_array) does."
-            ) from error
+@contextlib.contextmanager
+def initializing(params: PyTree) -> Iterator[None]:
+    """If an optimizer's `init` raises because a leaf of the parameters is not an array, names the leaf."""
+    try:
+        yield
+    except TypeError as error:
+        for path, leaf in named_leaves(params):
+            if not (is_array(leaf) or isinstance(leaf, bool | int | float | complex)):
+                raise TypeError(
+                    f"params must contain only arrays, got {describe(leaf)} as params{path}. Omit other leaves, as "
+                    "eqx.filter(model, eqx.is_inexact_array) does."
+                ) from error
+        raise
 
 
 def check_not_wrapped(state: PyTree, name: str, remedy: str) -> None:

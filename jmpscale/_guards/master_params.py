@@ -1,8 +1,5 @@
 """Guards of `with_master_params`."""
 
-import contextlib
-from collections.abc import Iterator
-
 import jax
 
 from jmpscale._base.marks import Mark, has_mark, mark, source_of
@@ -10,25 +7,16 @@ from jmpscale._base.text import describe, type_name
 from jmpscale._base.tree import PyTree, find_instances, named_leaves
 from jmpscale._base.types import is_half
 from jmpscale._guards.checks import (
-    check_only_arrays,
     check_params,
     check_transformation,
     warn_if_gradients_are_narrow,
 )
+from jmpscale._guards.checks import initializing as initializing  # a guard of both wrappers
 from jmpscale._state import ScalerState, WithMasterParamsState
 
 
 def created(inner: object) -> None:
     check_transformation(inner, "inner", "Pass an optimizer, such as optax.adamw(1e-3).")
-
-
-@contextlib.contextmanager
-def initializing(params: PyTree) -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        check_only_arrays(params, error)
-        raise
 
 
 def called(state: object, params: PyTree) -> None:

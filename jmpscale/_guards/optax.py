@@ -1,7 +1,6 @@
 """Guards of `with_loss_scaling`."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from jmpscale._guards.checks import (
     check_no_partial_sums,
     check_no_scaler,
     check_not_wrapped,
-    check_only_arrays,
     check_params,
     check_same_structure,
     check_same_types,
@@ -37,6 +35,7 @@ from jmpscale._guards.checks import (
     warn_if_nothing_is_scaled,
     warn_if_unsynchronized,
 )
+from jmpscale._guards.checks import initializing as initializing  # a guard of both wrappers
 from jmpscale._state import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -57,15 +56,6 @@ def created(inner: object, scaler: ScalerState | None, max_norm: object, warn_af
         check_in_range("max_norm", max_norm, SMALLEST_SCALE, LARGEST_SCALE, "Omit it to clip nothing.")
     if warn_after_skips is not None:
         check_count("warn_after_skips", warn_after_skips)
-
-
-@contextlib.contextmanager
-def initializing(params: PyTree) -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        check_only_arrays(params, error)
-        raise
 
 
 def initialized(params: PyTree, state: WithLossScalingState) -> None:
