@@ -25,7 +25,7 @@ PHRASES = {  # regular expressions and suggested replacements
     r"\bfor good\b": "permanently",
     r"\bwhoever\b": "the caller",
     r"\b(?:that|those) of\b": "repeat the noun",
-    r"\btells?\b": "shows, returns",
+    r"(?<!\.)\btells? ": "shows, returns",
     r"all or nothing": "one decision for all devices",
 }
 

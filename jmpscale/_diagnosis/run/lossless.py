@@ -32,7 +32,7 @@ def may_cancel(first: Sequence[np.ndarray], second: Sequence[np.ndarray], sign: 
 
 @compiled_when_called
 def sketch(x: Values) -> jax.Array:
-    """Returns sums of the errors of a leaf with signs that look random, which tell apart leaves with other errors."""
+    """Returns sums of the errors of a leaf with pseudorandom signs, which distinguish leaves with different errors."""
     error = (x.written - x.reference).ravel()
     bits = jnp.arange(error.size, dtype=np.uint32) * np.uint32(0x9E3779B1)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x85EBCA77)

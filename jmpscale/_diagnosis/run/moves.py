@@ -37,8 +37,8 @@ def move(x: jax.Array, dtype: np.dtype, direction: int) -> jax.Array:
 def move_rounded(x: jax.Array, dtype: np.dtype, direction: int) -> jax.Array:
     """Moves the values that may have been rounded to a dtype.
 
-    If all values of an array are integers, as in a mask, those are exact that the dtype can tell apart. So is an array
-    all of whose values have zeros in half of their digits, such as 0.5 and 1.
+    If all values of an array are integers, as in a mask, the integers that the dtype represents exactly do not move.
+    Neither does an array all of whose values have zeros in half of their digits, such as 0.5 and 1.
     """
     digits = int(jnp.finfo(dtype).nmant)
     bits = jax.lax.bitcast_convert_type(x.astype(np.float32), np.uint32)

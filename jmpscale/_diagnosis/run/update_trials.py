@@ -119,7 +119,7 @@ class UpdateTrials:
         return {site: Mode.FLOAT32 for site in self.program.sites if site.part.path in paths}
 
     def find_lossless(self, results: Sequence[Result]) -> dict[str, Change]:
-        """Returns the changes of those of some leaves that lose nothing, although they are rounded, by name."""
+        """Returns the changes of the leaves that lose nothing, although they are rounded, by name."""
         unknown = [x for x in results if x.name not in self._tested]
         self._tested.update(x.name for x in unknown)
         if unknown:

@@ -37,5 +37,5 @@ def find_coarse_choices(choices: Sequence[Choice], trials: GradientTrials) -> li
 
 
 def _is_rare(choice: Choice, fraction: float, count: float) -> bool:
-    """Tests whether a fraction is not zero, but surely below that of a few of the different numbers."""
+    """Tests whether a fraction is not zero, and significantly below the fraction that a few different numbers have."""
     return fraction > 0 and fraction + STANDARD_ERRORS * math.sqrt(fraction / count) < RARE / choice.draw.distinct

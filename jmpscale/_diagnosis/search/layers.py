@@ -140,7 +140,7 @@ def _names(places: Sequence[Place], gradients: Sequence[str]) -> list[tuple[Laye
 
 
 def _without_common_end(scopes: Sequence[tuple[str, ...]]) -> list[str]:
-    """Returns the paths of scopes, without the last scopes if those of all operations have the same names."""
+    """Returns the paths of scopes, without the last scopes as long as they have the same name for all operations."""
     found = list(scopes)
     while len(set(found)) > 1 and all(found) and len({x[-1] for x in found}) == 1:
         found = [x[:-1] for x in found]
