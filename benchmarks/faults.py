@@ -67,11 +67,11 @@ def find(module, source):
 
 
 def sample(faults, count, seed):
-    """Returns at least one fault of each function, and others at random until there are `count`, in their order."""
+    """Returns at least one fault of each module, and others until there are `count`, in a random order."""
     shuffled = random.Random(seed).sample(faults, len(faults))
-    one_each = {(fault.module, fault.function): fault for fault in shuffled}.values()
-    chosen = list(dict.fromkeys([*one_each, *shuffled]))[: max(count, len(one_each))]
-    return [fault for fault in faults if fault in set(chosen)]
+    one_each = {fault.module: fault for fault in shuffled}.values()
+    chosen = {*list(dict.fromkeys([*one_each, *shuffled]))[: max(count, len(one_each))]}
+    return [fault for fault in shuffled if fault in chosen]
 
 
 class _Finder(ast.NodeVisitor):

@@ -8,8 +8,8 @@ then the others, the fastest first. Faults that an earlier run caught are not pl
 unchanged.
 
 The package has two parts with their own tests: the diagnosis, and all other modules. The faults of a part are a sample
-with a fixed seed. `python -m benchmarks.mutants diagnosis --count 200` writes the results of the part to
-results/mutants.json.
+with a fixed seed, in a random order, so that those judged within a limit of time are a random sample, too. `python -m
+benchmarks.mutants diagnosis --count 200 --minutes 60` writes the results of the part to results/mutants.json.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import collections
 import hashlib
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -196,23 +197,28 @@ class Judge:
         return None, None
 
 
-def _start_worker(maps):
-    global _judge
-    _judge = Judge(maps)
+def _start_worker(maps, end):
+    global _judge, _end
+    _judge, _end = Judge(maps), end
 
 
 def _judge_one(fault):
     start = time.monotonic()
-    stage, test = _judge.judge(fault)
-    return fault, stage, test, time.monotonic() - start
+    if start > _end:
+        return fault, None, 0.0
+    verdict = _judge.judge(fault)
+    return fault, verdict, time.monotonic() - start
 
 
-def judge_all(chosen, sources, part, stages, processes):
-    """Returns the stage and the test that caught each fault; records caught faults for later runs."""
+def judge_all(chosen, sources, part, stages, processes, minutes):
+    """Returns the stage and the test that caught each fault; records caught faults for later runs.
+
+    The faults that are not judged within some minutes after the map of the tests are missing.
+    """
     record = WORK / "caught.jsonl"
     caught = dict(map(json.loads, record.read_text().splitlines())) if record.exists() else {}
-    verdicts = {fault: caught.get(_key(fault, sources), (None, None)) for fault in chosen}
-    left = [fault for fault in chosen if verdicts[fault][0] is None]
+    verdicts = {fault: tuple(caught[key]) for fault in chosen if (key := _key(fault, sources)) in caught}
+    left = [fault for fault in chosen if fault not in verdicts]
     if not left:
         return verdicts
     maps = {stage: TestMap(WORK / f"map-{stage}", STAGES[stage], TESTS[part], processes) for stage in stages}
@@ -222,9 +228,13 @@ def judge_all(chosen, sources, part, stages, processes):
     jax.config.update("jax_compilation_cache_dir", str(WORK / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    with multiprocessing.get_context("fork").Pool(processes, _start_worker, [maps]) as pool, record.open("a") as file:
-        for done, (fault, stage, test, seconds) in enumerate(pool.imap_unordered(_judge_one, left), 1):
-            verdicts[fault] = stage, test
+    end = time.monotonic() + 60 * minutes
+    pool = multiprocessing.get_context("fork").Pool(processes, _start_worker, [maps, end])
+    with pool, record.open("a") as file:
+        for done, (fault, verdict, seconds) in enumerate(pool.imap_unordered(_judge_one, left), 1):
+            if verdict is None:
+                continue
+            verdicts[fault] = stage, test = verdict
             print(
                 f"{done}/{len(left)} {seconds:.1f} s {fault}: {f'caught by {test}' if stage else 'SURVIVED'}",
                 flush=True,
@@ -266,12 +276,13 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="selects the faults (default: 0)")
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES, help="default: all stages")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: one for each core")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="limit after the map of the tests")
     options = parser.parse_args()
     sources = {module: (PACKAGE / f"{module}.py").read_bytes() for module in PARTS[options.part]}
     everything = [fault for module, source in sources.items() for fault in faults.find(module, source)]
     chosen = faults.sample(everything, options.count, options.seed)
     WORK.mkdir(parents=True, exist_ok=True)
-    verdicts = judge_all(chosen, sources, options.part, options.stages, options.processes)
+    verdicts = judge_all(chosen, sources, options.part, options.stages, options.processes, options.minutes)
     settings = {"seed": options.seed, "stages": options.stages, "possible faults": len(everything)}
     result = summarize(verdicts, settings, record.read(RESULTS).get(options.part, {}))
     print(json.dumps(result, indent=1))
