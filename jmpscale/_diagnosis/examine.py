@@ -136,5 +136,4 @@ def _examine_update(step: TracedStep, examined: Examined, scale: LossScales, acc
     not_finite: list[str] = []
     if math.isfinite(examined.fit.error_at_exponent):  # otherwise the gradients are the reason
         not_finite = find_not_finite(step.exact_update.with_given(given), step.exact_leaves, scale)
-    program, gradients = step.update.with_given(given), step.update.gradients
-    return examine_update(program, gradients, step.results, scale, accepted, not_finite)
+    return examine_update(step.update, given, step.results, scale, accepted, not_finite)

@@ -28,7 +28,6 @@ from tables import names
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-full = pytest.mark.full
 jit = functools.partial(jax.jit, **FAST)
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((64, 8)), jnp.float32)
@@ -454,7 +453,7 @@ def test_with_master_params_follows_parameters_of_a_checkpoint_beside_a_new_stat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=full)])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_with_master_params_has_copies_with_the_sharding_of_their_parameters(dtype):
     mesh = make_mesh()
     tx = jmpscale.with_master_params(jmpscale.with_loss_scaling(optax.adamw(1e-3)))
@@ -578,12 +577,19 @@ def equinox(tx, dtype):
 
 
 FRAMEWORKS = {"Linen": linen, "NNX": nnx_optimizer, "Equinox": equinox}
+# Each framework with both dtypes, and inside and outside of with_loss_scaling.
+PAIRS = {
+    "Linen": [("float16", "outside"), ("bfloat16", "inside")],
+    "NNX": [("float16", "inside"), ("bfloat16", "outside")],
+    "Equinox": [("float16", "outside"), ("bfloat16", "inside")],
+}
+of_frameworks = pytest.mark.parametrize(
+    ("framework", "dtype", "wrapped"), [(name, *pair) for name, pairs in PAIRS.items() for pair in pairs]
+)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wrapped", ["outside", pytest.param("inside", marks=full)])
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=full)])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@of_frameworks
 def test_with_master_params_trains_and_skips_in(framework, dtype, wrapped):
     step, state, parts = FRAMEWORKS[framework](WRAPPED[wrapped](optax.adamw(1e-3)), dtype)
     losses = []
@@ -601,9 +607,7 @@ def test_with_master_params_trains_and_skips_in(framework, dtype, wrapped):
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:update does not see that the loss is not finite")  # a TrainState passes no loss
-@pytest.mark.parametrize("wrapped", ["outside", pytest.param("inside", marks=full)])
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=full)])
-@pytest.mark.parametrize("framework", names(FRAMEWORKS, default={"Equinox"}))
+@of_frameworks
 def test_check_step_and_diagnose_step_accept_with_master_params_in(framework, dtype, wrapped):
     step, state, _ = FRAMEWORKS[framework](WRAPPED[wrapped](optax.adamw(1e-3)), dtype)
     for steps in (0, 30):  # the first step, and a later one
@@ -625,7 +629,7 @@ def test_diagnose_step_names_parameters_whose_updates_change_outside_of_with_mas
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=full)])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_diagnose_step_accepts_with_master_params_late_in_training(dtype):
     """It accuses the same step without copies."""
     tx, params = jmpscale.with_master_params(ADAMW), jmpscale.cast(PARAMS, dtype)

@@ -179,11 +179,11 @@ def diagnosed(model, bad, *, checkpoint=False):
     return jmpscale.diagnose(loss_fn, transform=nnx.value_and_grad if is_nnx else jax.value_and_grad)(params, X)
 
 
-BAD = [(0,), (3,), (1, 4), (0, 1, 2, 3)]
+# The layers that overflow, and whether `jax.checkpoint` is around the model.
+BAD = [((0,), False), ((0,), True), ((3,), False), ((1, 4), True), ((0, 1, 2, 3), False)]
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(("bad", "checkpoint"), BAD)
 @pytest.mark.parametrize("model", MODELS)
 def test_diagnose_names_the_layers_that_overflow(model, bad, checkpoint):
     """If most layers are wrong, the line is the answer."""

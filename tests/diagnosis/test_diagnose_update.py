@@ -15,6 +15,7 @@ from flax import nnx
 import jmpscale
 
 from arrays import normal
+from meshes import make_mesh
 from tables import names
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion_and_ranks")]
@@ -241,6 +242,76 @@ def test_diagnose_step_names_state_whose_change_is_lost(name):
     assert any(leaf.startswith(part) for finding in findings for leaf in finding.names)
     assert all(finding.error > 0.2 > finding.error_then for finding in findings)
     assert any("test_diagnose_update.py" in line for line in diagnosis.lines)
+
+
+# --- Near a minimum, gradients depend on the data much more than the update does on them. ---
+
+
+def update(params, x, y):
+    loss, grads = jax.value_and_grad(lambda p: loss_fn(jmpscale.cast(p, F), x, y))(params)
+    return sgd(params, grads, 0.05), loss
+
+
+def update_in_shard_map(params, x, y):
+    def on_device(params, x, y):
+        params, loss = update(params, x, y)
+        return params, jax.lax.pmean(loss, "data")
+
+    specs = jax.P(), jax.P("data"), jax.P("data")
+    return jax.shard_map(on_device, mesh=make_mesh(data=1), in_specs=specs, out_specs=jax.P())(params, x, y)
+
+
+def update_in_a_scan(params, x, y):
+    params, losses = jax.lax.scan(lambda params, batch: update(params, *batch), params, (x[None], y[None]))
+    return params, losses[0]
+
+
+def update_in_a_while_loop(params, x, y):
+    def step(state):
+        return *update(state[0], x, y), state[2] + 1
+
+    params, loss, _ = jax.lax.while_loop(lambda state: state[2] < 1, step, (params, jnp.zeros(()), 0))
+    return params, loss
+
+
+def update_in_a_branch(params, x, y):
+    return jax.lax.cond(x[0, 0] < 100, update, lambda params, x, y: (params, jnp.zeros(())), params, x, y)
+
+
+def with_average(step):
+    """Adds an average of the parameters, which hardly changes near a minimum, in float32 too."""
+
+    def with_average_of_step(state, x, y):
+        params, loss = step(state["p"], x, y)
+        return {"p": params, "m": tree_map(lambda m, p: (0.9 * m + 0.1 * p).astype(m.dtype), state["m"], params)}, loss
+
+    return with_average_of_step
+
+
+@functools.cache
+def near_a_minimum():
+    params = PARAMS
+    for _ in range(300):
+        params, _ = jax.jit(update)(params, X, Y)
+    return params
+
+
+UPDATES = [update, update_in_shard_map, update_in_a_scan, update_in_a_while_loop, update_in_a_branch]
+
+
+@pytest.mark.parametrize("step", UPDATES, ids=lambda step: step.__name__)
+def test_diagnose_step_names_parameters_whose_changes_are_lost_near_a_minimum(step):
+    params = jmpscale.cast(near_a_minimum(), B)
+    (finding,) = jmpscale.diagnose_step(step)(params, X, Y).findings
+    assert (finding.kind, finding.names) == (Kind.LOST_CHANGE, ("params['a']", "params['b']"))
+
+
+@pytest.mark.parametrize("step", UPDATES, ids=lambda step: step.__name__)
+def test_diagnose_step_accepts_an_average_that_has_reached_the_parameters(step):
+    params = near_a_minimum()
+    diagnosis = jmpscale.diagnose_step(with_average(step))({"p": params, "m": jmpscale.cast(params, B)}, X, Y)
+    assert max(change.error for change in diagnosis.changes if "'m'" in change.name) > 0.5
+    assert diagnosis.findings == ()
 
 
 # --- Slices of stacked leaves. ---

@@ -38,7 +38,9 @@ class ModalProgram:
 
         `everything` is its operations, of which `modal` says what their modes do.
         """
-        self.consts = [on_device(widen(jnp.asarray(x))) for x in program.consts]
+        # An argument may occur twice.
+        arrays = {id(x): on_device(widen(jnp.asarray(x))) for x in program.consts}
+        self.consts = [arrays[id(x)] for x in program.consts]
         self.outputs = slice(None)  # those that a run returns
         self.at: Callable[[LossScales], LossScales] = _unchanged
         self._measured = measured

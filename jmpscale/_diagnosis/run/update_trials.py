@@ -26,8 +26,9 @@ from jmpscale._diagnosis.run.modes import Mode, Modes, Part, Site
 from jmpscale._diagnosis.run.moves import perturb
 from jmpscale._diagnosis.run.scaler_group import LossScales
 from jmpscale._diagnosis.thresholds import DRAWS, LARGE_GRADIENT, OTHER_VALUES, TRIED_ALONE, AcceptedErrors
+from jmpscale._diagnosis.trace.cut import UpdateProgram
 from jmpscale._diagnosis.trace.operations import Path
-from jmpscale._diagnosis.trace.program import Program, Result
+from jmpscale._diagnosis.trace.program import Result
 from jmpscale._programs.interpret import widen
 from jmpscale._programs.jaxpr import RANDOM, equations
 
@@ -37,15 +38,16 @@ class UpdateTrials:
 
     def __init__(
         self,
-        program: Program,
-        gradients: Collection[int],
+        update: UpdateProgram,
+        given: Sequence[Any],
         results: Sequence[Result],
         scale: LossScales,
         accepted: AcceptedErrors,
     ) -> None:
-        """Creates trials; the first constants are the arguments of the step, and others, `gradients`, are gradients."""
-        self._gradients = gradients
-        self.forms = Forms(program)
+        """Creates trials of an update with the values that it is given; its first constants are those of the step."""
+        self.forms = Forms(update.with_given(given))
+        self._gradients = update.gradients
+        self._written = update.written
         self.program = self.forms.precision
         self.results = results
         self.scale, self._accepted = scale, accepted
@@ -53,7 +55,7 @@ class UpdateTrials:
         self.reference = self._run({}, Mode.FLOAT32)
         self._changes: dict[frozenset[tuple[Site, Any]], list[Change]] = {}
         self._lossless: dict[str, Change] = {}  # by the name of the leaf
-        self._draws = any(eqn.primitive.name in RANDOM for eqn, _ in equations(program.jaxpr))
+        self._draws = any(eqn.primitive.name in RANDOM for eqn, _ in equations(self.forms.program.jaxpr))
         self._noise: set[str] = set()  # the names of the leaves whose changes are noise
         self._tested: set[str] = set()  # the names of the leaves that may be lossless
 
@@ -72,7 +74,9 @@ class UpdateTrials:
         own = {x.result.input for x in bad}
         if not own:
             return
-        others = [i for i, x in enumerate(self.forms.program.consts) if i not in own and is_real(x) and np.ndim(x)]
+        pairs = list(enumerate(self.forms.program.consts))
+        arrays = {i for i, x in pairs if is_real(x) and np.ndim(x)}.difference(own, self._written)
+        others = arrays.union(self._gradients)
         consts = [x * np.float32(1 + OTHER_VALUES) if i in others else x for i, x in enumerate(self._consts)]
         written, changed = self._run({}, Mode.AS_WRITTEN), self._run({}, Mode.FLOAT32, consts)
         for change in bad:

@@ -1,9 +1,9 @@
 """Finds what half precision does to the update of a step, and the lines that must compute in float32."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jmpscale._diagnosis.search.not_compared import NotCompared, find_not_compar
 from jmpscale._diagnosis.search.smallest_set import smallest_set
 from jmpscale._diagnosis.search.stalled import Stalled, Unchanged, find_stalled, find_unchanged
 from jmpscale._diagnosis.thresholds import ALMOST_BAD, AcceptedErrors
+from jmpscale._diagnosis.trace.cut import UpdateProgram
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Program, Result
 from jmpscale._programs.compile import compiled_when_called
@@ -61,8 +62,8 @@ def _importance(change: Change) -> tuple[bool, bool, float]:
 
 
 def examine_update(
-    program: Program,
-    gradients: Collection[int],
+    program: UpdateProgram,
+    given: Sequence[Any],
     results: Sequence[Result],
     scale: LossScales,
     accepted: AcceptedErrors,
@@ -74,7 +75,7 @@ def examine_update(
     """
     if not results:
         return Update(not_finite=tuple(not_finite))
-    trials = UpdateTrials(program, gradients, results, scale, accepted)
+    trials = UpdateTrials(program, given, results, scale, accepted)
     trials.find_lossless([x.result for x in trials.changes({}) if x.is_narrow and x.badness > 1])
     trials.find_noise([x for x in trials.changes({}) if x.result.is_changed and 1 < x.badness < math.inf])
     changes = trials.changes({})

@@ -3,7 +3,8 @@
 A loss that the step scales is given, too: it is compared with the gradients.
 
 In a loop, a branch or a `jax.shard_map` that computes gradients, the step runs twice, side by side: as it is written,
-which gives the gradients, and with them.
+which gives the gradients, and with them, times a factor. The factor is 1, except in a run with other gradients. So that
+a run with other arguments has the same gradients, the step as it is written reads constants of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +24,20 @@ from jmpscale._programs.float32 import evaluate_equation
 from jmpscale._programs.jaxpr import called_jaxpr, closed, split_scan_inputs, split_while_inputs, type_of
 
 
-class Update(NamedTuple):
+class UpdateProgram(NamedTuple):
     """What a step computes from its gradients, as a program whose last constants are given."""
 
     program: Program  # has no values of these constants
     given: tuple[int, ...]  # which of the values that `evaluate` gives they are
-    gradients: frozenset[int] = frozenset()  # which of its constants are gradients, and not the sum of several
+    gradients: frozenset[int] = frozenset()  # which of its constants are gradients, or the factor of some
+    arguments: int = 0  # how many of its constants are arguments of the step: the first ones; the next ones are copies
+
+    @property
+    def written(self) -> frozenset[int]:
+        """Which of its constants only the step as it is written reads, in loops that compute gradients."""
+        count = len(self.program.consts)
+        copies = range(self.arguments, 2 * self.arguments)
+        return frozenset([*copies, *range(count, count + len(self.given))]) - self.gradients
 
     def with_given(self, values: Sequence[Any]) -> Program:
         """Returns the program with values for all that `evaluate` gives."""
@@ -38,8 +47,11 @@ class Update(NamedTuple):
         return program._replace(consts=[*program.consts, *chosen], names=(*program.names, *[""] * len(chosen)))
 
 
-def cut(program: Program, given: Sequence[Any], gradients: Sequence[Any]) -> Update:
-    """Replaces variables of a program by constants."""
+def cut(program: Program, given: Sequence[Any], gradients: Sequence[Any], arguments: int) -> UpdateProgram:
+    """Replaces variables of a program by constants.
+
+    Its first constants are the arguments of the step, copies of them, and the factor of gradients in loops.
+    """
     jaxpr = program.jaxpr
     bound = {*jaxpr.constvars, *jaxpr.invars}
     numbers = {x: i for i, x in enumerate(given) if isinstance(x, core.Var) and x not in bound}
@@ -52,8 +64,11 @@ def cut(program: Program, given: Sequence[Any], gradients: Sequence[Any]) -> Upd
     eqns = list(map(without, jaxpr.eqns))
     names = [*jaxpr.constvars, *numbers]
     closed = core.ClosedJaxpr(jaxpr.replace(constvars=names, eqns=eqns), [*program.consts, *[None] * len(numbers)])
-    are_gradients = frozenset(len(program.consts) + i for i, x in enumerate(numbers) if x in gradients)
-    return Update(program._replace(jaxpr=without_dead_code(closed.jaxpr)), tuple(numbers.values()), are_gradients)
+    are_gradients = {len(program.consts) + i for i, x in enumerate(numbers) if x in gradients}
+    needed, factor = without_dead_code(closed.jaxpr), 2 * arguments
+    if any(needed.constvars[factor] in eqn.invars for eqn in needed.eqns):
+        are_gradients.add(factor)
+    return UpdateProgram(program._replace(jaxpr=needed), tuple(numbers.values()), frozenset(are_gradients), arguments)
 
 
 def evaluate_given(
@@ -61,11 +76,15 @@ def evaluate_given(
     inputs: Sequence[Any],
     gradients: Gradients,
     given: Mapping[Place, Sequence[Any]],
+    factor: Any,
     outputs: Sequence[int],
 ) -> list[Any]:
-    """Returns some outputs of a program whose gradients are given: the values `Evaluated.given` of `evaluate`."""
+    """Returns some outputs of a program whose gradients are given: the values `Evaluated.given` of `evaluate`.
+
+    Gradients that a loop, a branch or a `jax.shard_map` computes are multiplied by a scalar `factor`.
+    """
     needed = [i in outputs for i in range(len(program.jaxpr.outvars))]
-    found = _Evaluation(gradients, given).run(program, inputs, (), needed)
+    found = _Evaluation(gradients, given, factor).run(program, inputs, (), needed)
     return [found[i] for i in outputs]
 
 
@@ -77,8 +96,8 @@ class _Pair(NamedTuple):
 
 
 class _Evaluation:
-    def __init__(self, gradients: Gradients, given: Mapping[Place, Sequence[Any]]) -> None:
-        self._gradients, self._given = gradients, given
+    def __init__(self, gradients: Gradients, given: Mapping[Place, Sequence[Any]], factor: Any) -> None:
+        self._gradients, self._given, self._factor = gradients, given, factor
 
     def run(self, program: core.ClosedJaxpr, inputs: Sequence[Any], place: Place, needed: Sequence[bool]) -> list[Any]:
         """Runs the equations on which the needed outputs depend; the other outputs are None."""
@@ -103,7 +122,7 @@ class _Evaluation:
             if inner not in self._given:
                 return self.run(called_jaxpr(eqn), inputs, inner, wanted)
             pairs = list(map(_Pair, self._given[inner], inputs))
-            return [x.compared for x in _PairEvaluation(self._gradients).run_holder(eqn, pairs)]
+            return [x.compared for x in _PairEvaluation(self._gradients, self._factor).run_holder(eqn, pairs)]
 
 
 def _live(
@@ -121,21 +140,27 @@ def _live(
 
 
 class _PairEvaluation:
-    """Runs a program twice, with the gradients and the losses of the first run in both."""
+    """Runs a program twice: the second run has the losses of the first one, and its gradients, times a factor."""
 
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
+    def __init__(self, gradients: Gradients, factor: Any) -> None:
+        self._gradients, self._factor = gradients, factor
 
     def run(self, program: core.ClosedJaxpr, inputs: Sequence[_Pair]) -> list[_Pair]:
         jaxpr = program.jaxpr
         values: dict[Any, _Pair] = {x: _Pair(y, y) for x, y in zip(jaxpr.constvars, program.consts, strict=True)}
         values.update(zip(jaxpr.invars, inputs, strict=True))
-        shared = frozenset.union(*self._gradients.variables(jaxpr))
+        gradients, losses = self._gradients.variables(jaxpr)
         for eqn in jaxpr.eqns:
             results = self._equation(eqn, [_read_pair(x, values) for x in eqn.invars])
             values.update(zip(eqn.outvars, results, strict=True))
-            values.update({x: _Pair(values[x].written, values[x].written) for x in eqn.outvars if x in shared})
+            values.update({x: _Pair(values[x].written, values[x].written) for x in eqn.outvars if x in losses})
+            values.update({x: self._multiplied(values[x].written) for x in eqn.outvars if x in gradients})
         return [_read_pair(x, values) for x in jaxpr.outvars]
+
+    def _multiplied(self, gradient: Any) -> _Pair:
+        wide = jnp.promote_types(gradient.dtype, np.float32)
+        with as_written():  # a factor of 1 changes nothing
+            return _Pair(gradient, (gradient.astype(wide) * self._factor.astype(wide)).astype(gradient.dtype))
 
     def _equation(self, eqn: core.JaxprEqn, inputs: list[_Pair]) -> list[_Pair]:
         if self._gradients.are_in(eqn):

@@ -11,7 +11,7 @@ from jax.extend import core
 from jmpscale._base.tree import PyTree, check_no_refs
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.trace.choices import find_choices
-from jmpscale._diagnosis.trace.cut import Update, cut, evaluate_given
+from jmpscale._diagnosis.trace.cut import UpdateProgram, cut, evaluate_given
 from jmpscale._diagnosis.trace.expose import evaluate
 from jmpscale._diagnosis.trace.gradients import Gradients
 from jmpscale._diagnosis.trace.outputs import find_losses, name_gradients, select_compared
@@ -89,26 +89,32 @@ class _Exposed(NamedTuple):
     given: list[Any]  # the gradients, and what else `evaluate_given` needs
     results: list[Any]  # those that are compared, with the gradients given
     gradients_as_written: list[Any]  # the variables of the gradients in the step as it is written
+    arguments: int  # the number of arguments, which are the first constants of the program
 
 
 def _expose_gradients(written: core.ClosedJaxpr, arrays: StepArrays) -> _Exposed:
     gradients = Gradients(written.jaxpr)
     as_written: list[Any] = []
 
-    def values(scales: jax.Array, *values: Any) -> tuple[list[Any], ...]:
-        inputs = arrays.with_scales(values, scales)
+    count = len(arrays.values)
+
+    def values(scales: jax.Array, *constants: Any) -> tuple[list[Any], ...]:
+        inputs, factor = arrays.with_scales(constants[:count], scales), constants[-1]
+        copies = {id(x): copy for x, copy in zip(constants, constants[count:-1], strict=False)}
         found = evaluate(written, inputs, gradients)
         as_written[:] = [x.variable for x in found.gradients]
-        results = evaluate_given(written, inputs, gradients, found.given, [x.output for x in arrays.results])
+        given = {place: [copies.get(id(x), x) for x in group] for place, group in found.given.items()}
+        results = evaluate_given(written, inputs, gradients, given, factor, [x.output for x in arrays.results])
         losses, exposed = ([x.value for x in group] for group in (found.losses, found.gradients))
         return found.outputs, losses, exposed, [x for group in found.given.values() for x in group], results
 
-    closed, types = jax.make_jaxpr(values, return_shape=True)(arrays.ones(), *arrays.values)
+    constants = [*arrays.values, *arrays.values, np.float32(1)]
+    closed, types = jax.make_jaxpr(values, return_shape=True)(arrays.ones(), *constants)
     variables = jax.tree.unflatten(jax.tree.structure(types), closed.jaxpr.outvars)
-    jaxpr, consts = close_over(closed.jaxpr, closed.consts, arrays.values)
-    names = (*arrays.names, *[""] * len(closed.consts))
+    jaxpr, consts = close_over(closed.jaxpr, closed.consts, constants)
+    program = run_rollouts(Program(jaxpr, consts, (*arrays.names, *[""] * (len(consts) - count))))
     outputs, losses, exposed, given, results = variables
-    return _Exposed(run_rollouts(Program(jaxpr, consts, names)), outputs, losses, exposed, given, results, as_written)
+    return _Exposed(program, outputs, losses, exposed, given, results, as_written, count)
 
 
 def _separate_loss(step: _Exposed, results: Sequence[Result]) -> tuple[Any, list[Result]]:
@@ -123,14 +129,15 @@ def _separate_loss(step: _Exposed, results: Sequence[Result]) -> tuple[Any, list
     return loss, others
 
 
-def _cut(exposed: _Exposed, results: Sequence[Result]) -> tuple[Update, list[Result], Update, list[Result]]:
+def _cut(
+    exposed: _Exposed, results: Sequence[Result]
+) -> tuple[UpdateProgram, list[Result], UpdateProgram, list[Result]]:
     """Returns the program of the results to which rounding makes a difference if the gradients are given, and them.
 
     It also returns the same for the leaves of the state to which it makes none.
     """
-    update = cut(
-        exposed.program.with_outputs([exposed.results[x.output] for x in results]), exposed.given, exposed.gradients
-    )
+    program = exposed.program.with_outputs([exposed.results[x.output] for x in results])
+    update = cut(program, exposed.given, exposed.gradients, exposed.arguments)
     jaxpr = update.program.jaxpr
     selected = select_compared(jaxpr, len(update.given), results)
     computed = {variable for eqn in jaxpr.eqns for variable in eqn.outvars}
@@ -139,7 +146,7 @@ def _cut(exposed: _Exposed, results: Sequence[Result]) -> tuple[Update, list[Res
         is_computed = isinstance(variable, core.Var) and variable in computed
         return found is None and result.is_leaf and is_computed and jnp.issubdtype(result.dtype, np.inexact)
 
-    def part(chosen: Sequence[Result | None]) -> tuple[Update, list[Result]]:
+    def part(chosen: Sequence[Result | None]) -> tuple[UpdateProgram, list[Result]]:
         pairs = [(x, variable) for x, variable in zip(chosen, jaxpr.outvars, strict=True) if x is not None]
         program = update.program.with_outputs([variable for _, variable in pairs])
         return update._replace(program=program), [x for x, _ in pairs]

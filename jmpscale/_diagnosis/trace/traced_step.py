@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from jmpscale._diagnosis.trace.choices import Choice
-from jmpscale._diagnosis.trace.cut import Update
+from jmpscale._diagnosis.trace.cut import UpdateProgram
 from jmpscale._diagnosis.trace.program import Program, Result
 from jmpscale._diagnosis.trace.scalers import StepScaler
 
@@ -13,9 +13,9 @@ class TracedStep(NamedTuple):
 
     program: Program  # its outputs are the loss, the gradients, and what the update is given
     gradients: tuple[str, ...]  # their names
-    update: Update | None = None  # the program of the results; None for a loss function
+    update: UpdateProgram | None = None  # the program of the results; None for a loss function
     results: tuple[Result, ...] = ()  # those that half precision may change other than through the gradients
-    exact_update: Update | None = None  # the program of the leaves that it changes through the gradients alone
+    exact_update: UpdateProgram | None = None  # the program of the leaves that it changes through the gradients alone
     exact_leaves: tuple[Result, ...] = ()
     state: tuple[str, ...] | None = None  # the arguments that the step returns; None for a loss function
     may_be_state: tuple[str, ...] = ()  # arguments in half precision that come back changed, and were taken for data
