@@ -200,6 +200,12 @@ def logarithm(w):
     return squared(jnp.log(w * 0))
 
 
+def two_logarithms(w):
+    first = jnp.log(-jnp.abs(w)).sum()
+    second = jnp.log(-1 - jnp.abs(w)).sum()
+    return first + second
+
+
 EYE, MATRIX = np.eye(8, dtype=np.float32), np.arange(64, dtype=np.float32).reshape(8, 8) / 16
 SUMMARIES = {  # the loss function, its arguments, and the summary, with the lines of the function
     "large error": (
@@ -279,6 +285,9 @@ FINDINGS = {
     ),
     "kernel": Finding(kernel, (W, X), "The comparison is not entirely float32: pallas_call at {1} ", ()),
     "not finite": Finding(logarithm, (W,), "The result of log at {0} is not finite in the float32 run either,", ()),
+    "two lines that are not finite": Finding(
+        two_logarithms, (W,), "The result of log at {0} is not finite in the float32 run either,", ()
+    ),
 }
 
 

@@ -493,6 +493,23 @@ def test_diagnose_step_without_a_scaler_says_to_scale_a_loss_whose_gradients_und
     assert "Scale the loss, with jmpscale.value_and_grad and a scaler, or by a larger number if" in summary
 
 
+@pytest.mark.full
+def test_diagnose_step_names_the_line_whose_backward_pass_underflows_most():
+    def loss_fn(w, x):
+        small = jnp.mean((x.astype(H) @ w["a"].astype(H)).astype(F)) * 2e-6
+        smaller = jnp.mean((x.astype(H) @ w["b"].astype(H)).astype(F)) * 1e-7
+        larger = jnp.mean((x.astype(H) @ w["c"].astype(H)).astype(F)) * 1e-5
+        return small + smaller + larger
+
+    def step(w, x):
+        loss, grads = jax.value_and_grad(loss_fn)(w, x)
+        return jax.tree.map(lambda w, g: w - g, w, grads), loss
+
+    summary = jmpscale.diagnose_step(step)(dict.fromkeys("abc", W), X).summary
+    line = loss_fn.__code__.co_firstlineno + 2
+    assert f" Alone, the backward pass of test_diagnose_step.py:{line} (loss_fn) makes an error of 100%." in summary
+
+
 def scaled_by_a_number(scale, scaler):
     """Returns a step whose loss is scaled by a number, with the state of its optimizer."""
     tx = jmpscale.with_loss_scaling(optax.sgd(1e-3), scaler)
@@ -786,6 +803,18 @@ def test_diagnose_step_names_a_constant_that_keeps_parameters_from_changing():
         f"params['a'] (and 1 other leaf) do not change, in float32 either, because a constant at {line} is rounded to "
         "bfloat16. Compute with constants in float32 there."
     )
+
+
+@pytest.mark.full
+def test_diagnose_step_names_the_one_leaf_that_a_constant_keeps_from_changing():
+    def step(w, count):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean(w**2))(w.astype(F))
+        correction = 1 - B(0.999) ** count.astype(B)
+        return w - (grads * correction.astype(F)).astype(B), count + 1, loss
+
+    summary = jmpscale.diagnose_step(step)(jnp.ones(8, B), jnp.int32(4)).summary
+    assert summary.startswith("w does not change, in float32 either, because a constant at test_diagnose_step.py:")
+    assert " is rounded to bfloat16. Keep it in float32, or compute with constants in float32 there." in summary
 
 
 @pytest.mark.full

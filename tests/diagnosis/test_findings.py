@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jmpscale import DiagnosisFinding, FindingKind
 
 from arrays import normal
 from diagnosis_programs import fault_line
+from meshes import make_mesh
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("standard_promotion")]
 
@@ -53,8 +56,16 @@ def of_loss(fun, *args):
     return lambda: jmpscale.diagnose(fun)(*args)
 
 
+class OfStep(NamedTuple):
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __call__(self):
+        return jmpscale.diagnose_step(self.step)(*self.args)
+
+
 def of_step(step, *args):
-    return lambda: jmpscale.diagnose_step(step)(*args)
+    return OfStep(step, args)
 
 
 def of_run(step, *state):
@@ -716,3 +727,28 @@ def test_diagnosis_finds_the_fault_and_nothing_else(name, request):
         request.applymarker(pytest.mark.xfail(strict=True, reason=WRONG[name]))
     diagnosis, *expected = FAULTS[name]
     assert [vars(finding) for finding in diagnosis().findings] == [vars(finding) for finding in expected]
+
+
+# Of these, the update is at fault, which is compared in another way where gradients are inside of a shard_map.
+OF_THE_UPDATE = {Kind.LOST_CHANGE, Kind.WRONG_CHANGE, Kind.WRONG_RESULT, Kind.STALLED, Kind.LOST_DECAY}
+OF_THE_UPDATE |= {Kind.ROUNDED_CONSTANT, Kind.NOT_COMPARED}
+UPDATES = {
+    name: row
+    for name, (row, *expected) in FAULTS.items()
+    if isinstance(row, OfStep) and any(finding.kind in OF_THE_UPDATE for finding in expected)
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_diagnosis_finds_the_same_in_shard_map(name):
+    step, args = UPDATES[name]
+
+    @functools.wraps(step)
+    def sharded(*args):
+        specs = {"in_specs": jax.P(), "out_specs": jax.P()}
+        return jax.shard_map(step, mesh=make_mesh(data=1), check_vma=False, **specs)(*args)
+
+    expected, found = (jmpscale.diagnose_step(x)(*args).findings for x in (step, sharded))
+    assert [(x.kind, x.names, x.lines, x.dtype) for x in found] == [
+        (x.kind, x.names, x.lines, x.dtype) for x in expected
+    ]

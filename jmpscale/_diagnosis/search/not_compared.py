@@ -7,6 +7,7 @@ from jax.extend import core
 
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.run.update_trials import UpdateTrials
+from jmpscale._diagnosis.trace.cut import GIVES_GRADIENTS
 from jmpscale._diagnosis.trace.operations import moves_values
 from jmpscale._diagnosis.trace.program import Result
 from jmpscale._programs import flow
@@ -42,7 +43,8 @@ def _rounded_on_purpose(trials: UpdateTrials) -> set[str]:
 
     def rule(eqn: core.JaxprEqn, caller: Caller, operands: list[flow.Labels]) -> list[flow.Labels]:
         if caller.runs_as_written(eqn):
-            return [_ROUNDED] * len(eqn.outvars)
+            gives_gradients = GIVES_GRADIENTS in caller.scopes_of(eqn)
+            return [flow.NONE if gives_gradients else _ROUNDED] * len(eqn.outvars)
         return flow.of_operands(eqn, caller, operands)
 
     labels = flow.follow(trials.forms.program.jaxpr, rule)

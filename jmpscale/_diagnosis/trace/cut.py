@@ -7,7 +7,8 @@ which gives the gradients, and with them, times a factor. The factor is 1, excep
 a run with other arguments has the same gradients, the step as it is written reads constants of its own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,14 @@ from jmpscale._diagnosis.trace.gradients import Gradients
 from jmpscale._diagnosis.trace.program import Program, without_dead_code
 from jmpscale._programs.float32 import evaluate_equation
 from jmpscale._programs.jaxpr import called_jaxpr, closed, split_scan_inputs, split_while_inputs, type_of
+
+GIVES_GRADIENTS = "jmpscale_gives_gradients"  # the scope of the step as it is written, beside the compared one
+
+
+@contextlib.contextmanager
+def _gives_gradients() -> Iterator[None]:
+    with as_written(), jax.named_scope(GIVES_GRADIENTS):
+        yield
 
 
 class UpdateProgram(NamedTuple):
@@ -154,19 +163,20 @@ class _PairEvaluation:
             results = self._equation(eqn, [_read_pair(x, values) for x in eqn.invars])
             values.update(zip(eqn.outvars, results, strict=True))
             values.update({x: _Pair(values[x].written, values[x].written) for x in eqn.outvars if x in losses})
-            values.update({x: self._multiplied(values[x].written) for x in eqn.outvars if x in gradients})
+            with eqn.ctx.manager:
+                values.update({x: self._multiplied(values[x].written) for x in eqn.outvars if x in gradients})
         return [_read_pair(x, values) for x in jaxpr.outvars]
 
     def _multiplied(self, gradient: Any) -> _Pair:
         wide = jnp.promote_types(gradient.dtype, np.float32)
-        with as_written():  # a factor of 1 changes nothing
+        with _gives_gradients():  # a factor of 1 changes nothing
             return _Pair(gradient, (gradient.astype(wide) * self._factor.astype(wide)).astype(gradient.dtype))
 
     def _equation(self, eqn: core.JaxprEqn, inputs: list[_Pair]) -> list[_Pair]:
         if self._gradients.are_in(eqn):
             with eqn.ctx.manager:
                 return self.run_holder(eqn, inputs)
-        with as_written():
+        with _gives_gradients():
             written = evaluate_equation(eqn, [x.written for x in inputs])
         return list(map(_Pair, written, evaluate_equation(eqn, [x.compared for x in inputs])))
 
