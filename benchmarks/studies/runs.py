@@ -633,8 +633,8 @@ def noisy_in_half():
     return step, {"p": HALF, "key": jax.random.key(1)}
 
 
-# A fault, the number of steps, and what is named: a leaf, or "loss"; None where the run does not show it. A program is a
-# step, its state, and its batches, if it has others than `BATCH`.
+# A fault, the number of steps, and what is named: a leaf, or the loss, "result[1]"; None where the run does not show it.
+# A program is a step, its state, and its batches, if it has others than `BATCH`.
 FAULTS = {
     "update from a half copy": (half_copy, 400, "state['p']['a']"),
     "gated mean that the loss reads": (gated_mean, 400, "state['m']"),
@@ -646,7 +646,7 @@ FAULTS = {
     ),
     "Adam, bfloat16 parameters": (lambda: optimized(optax.adam(1e-4), HALF), 200, "state['p']['a']"),
     "counter in bfloat16": (counter, 600, "state['n']"),
-    "positions by a cumulative sum": (positions, 60, "loss"),
+    "positions by a cumulative sum": (positions, 60, "result[1]"),
     "Kahan, wrong sign": (lambda: kahan(1, 1e-4), 400, "state['p']['a']"),
     "noise and bfloat16 parameters": (
         noisy_in_half, 400, "state['p']['a']"
@@ -663,7 +663,7 @@ FAULTS = {
     "rounding by reduce_precision": (reduced_precision, 400, "params['a']"),
     "lone average": (lone_average, 400, "mean"),
     "merge into bfloat16 weights": (merged, 400, "state['w']"),
-    "argmax hides an overflow": (transported, 150, "loss"),
+    "argmax hides an overflow": (transported, 150, "result[1]"),
     "float16 without loss scaling": (
         lambda: optimized(optax.adam(1e-3), loss=lambda p, b: 1e-6 * loss_fn(p, b, H)), 200, "state['p']['a']"
     ),
