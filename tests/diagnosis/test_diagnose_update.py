@@ -252,13 +252,17 @@ def update(params, x, y):
     return sgd(params, grads, 0.05), loss
 
 
-def update_in_shard_map(params, x, y):
-    def on_device(params, x, y):
-        params, loss = update(params, x, y)
-        return params, jax.lax.pmean(loss, "data")
+def in_shard_map(step):
+    def on_device(state, x, y):
+        state, loss = step(state, x, y)
+        return state, jax.lax.pmean(loss, "data")
 
     specs = jax.P(), jax.P("data"), jax.P("data")
-    return jax.shard_map(on_device, mesh=make_mesh(data=1), in_specs=specs, out_specs=jax.P())(params, x, y)
+    return jax.shard_map(on_device, mesh=make_mesh(data=1), in_specs=specs, out_specs=jax.P())
+
+
+def update_in_shard_map(params, x, y):
+    return in_shard_map(update)(params, x, y)
 
 
 def update_in_a_scan(params, x, y):
@@ -312,6 +316,73 @@ def test_diagnose_step_accepts_an_average_that_has_reached_the_parameters(step):
     diagnosis = jmpscale.diagnose_step(with_average(step))({"p": params, "m": jmpscale.cast(params, B)}, X, Y)
     assert max(change.error for change in diagnosis.changes if "'m'" in change.name) > 0.5
     assert diagnosis.findings == ()
+
+
+# --- Averages that rounding keeps away from what they average. ---
+
+
+def average_of(decay, form="sum", dtype=B):
+    def averaged(m, p):
+        if form == "difference":
+            return m + dtype(1 - decay) * (p - m).astype(dtype)
+        m = m.astype(F)
+        new = optax.incremental_update(p, m, 1 - decay) if form == "optax" else decay * m + (1 - decay) * p
+        return new.astype(dtype)
+
+    def step(state, x, y):
+        loss, grads = jax.value_and_grad(loss_fn)(state["p"], x, y)
+        params = sgd(state["p"], grads, 1e-2)
+        return {"p": params, "m": tree_map(averaged, state["m"], params)}, loss
+
+    return step
+
+
+def statistics_of(decay):
+    """A running mean of activations, as in batch normalization."""
+
+    def step(state, x, y):
+        loss, grads = jax.value_and_grad(loss_fn)(state["p"], x, y)
+        mean = (x @ state["p"]["a"]).mean(0)
+        return {"p": sgd(state["p"], grads), "m": (decay * state["m"].astype(F) + (1 - decay) * mean).astype(B)}, loss
+
+    return step
+
+
+FIRST = {"p": PARAMS, "m": NARROW}
+DISTANT = {
+    "sum": (average_of(0.99), FIRST),
+    "difference": (average_of(0.99, "difference"), FIRST),
+    "optax": (average_of(0.995, "optax"), FIRST),
+    "shard_map": (lambda *args: in_shard_map(average_of(0.99))(*args), FIRST),
+    "running mean": (statistics_of(0.99), {"p": PARAMS, "m": jnp.zeros(32, B)}),
+}
+
+
+@pytest.mark.parametrize("name", names(DISTANT))
+def test_diagnose_step_names_an_average_that_stays_far_from_what_it_averages_at_the_first_step(name):
+    step, state = DISTANT[name]
+    diagnosis = jmpscale.diagnose_step(step)(state, X, Y)
+    leaves = ("state['m']",) if name == "running mean" else ("state['m']['a']", "state['m']['b']")
+    assert diagnosis.findings == (jmpscale.DiagnosisFinding(Kind.STALLED, leaves, dtype="bfloat16"),)
+    assert " will stay 20% from what " in diagnosis.summary
+    after = jax.jit(lambda state: jax.lax.scan(lambda s, _: (step(s, X, Y)[0], None), state, None, 1000)[0])(state)
+    averaged = after["p"] if name != "running mean" else {"m": (X @ after["p"]["a"]).mean(0)}
+    averages = after["m"] if name != "running mean" else {"m": after["m"]}
+    error = max(
+        float(jnp.linalg.norm((m - p).astype(F)) / jnp.linalg.norm(p))
+        for m, p in zip(jax.tree.leaves(averages), jax.tree.leaves(averaged), strict=True)
+    )
+    assert error > 0.05
+
+
+@pytest.mark.parametrize(
+    ("decay", "dtype"),
+    [(0.9, B), (0.95, B), (0.99, jnp.float16), (0.999, F)],
+    ids=["0.9", "0.95", "float16", "float32"],
+)
+def test_diagnose_step_accepts_an_average_that_comes_near_to_what_it_averages(decay, dtype):
+    state = {"p": PARAMS, "m": jmpscale.cast(PARAMS, dtype)}
+    assert jmpscale.diagnose_step(average_of(decay, dtype=dtype))(state, X, Y).findings == ()
 
 
 # --- Slices of stacked leaves. ---

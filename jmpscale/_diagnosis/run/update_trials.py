@@ -63,6 +63,10 @@ class UpdateTrials:
         """Returns the value before the step; None if the result is not a leaf of the state."""
         return None if result.input is None else self._consts[result.input]
 
+    def filled(self, i: int, value: float) -> Any:
+        """Returns an array like the value of a leaf before the step, filled with a number."""
+        return jnp.full_like(on_device(self.old(self.results[i])), value)
+
     def _run(self, modes: Modes, default: Mode, consts: list[Any] | None = None) -> list[Any]:
         return self.program.run(self.scale, modes, default, consts)[0]
 
@@ -95,6 +99,11 @@ class UpdateTrials:
         consts = [perturb(x, OTHER_VALUES) for x in self._consts]
         consts = [jnp.zeros_like(x) if i in self._gradients else x for i, x in enumerate(consts)]
         return self._run({}, Mode.FLOAT32, self._with(consts, values))
+
+    def without_gradients(self, values: Mapping[int, Any], mode: Mode) -> list[Any]:
+        """Returns the results at other values of some leaves, with gradients of zeros."""
+        consts = [jnp.zeros_like(x) if i in self._gradients else x for i, x in enumerate(self._consts)]
+        return self._run({}, mode, self._with(consts, values))
 
     def after_two_steps(self, values: Mapping[int, Any]) -> list[Any]:
         """Returns the results as written of two steps, which begin at other values of some leaves."""

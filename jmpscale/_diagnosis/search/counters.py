@@ -28,7 +28,7 @@ def find_counters(trials: UpdateTrials) -> list[Counter]:
     rounding has removed.
     """
     found = {i: counter for i in range(len(trials.results)) if (counter := _find_increment(trials, i))}
-    values = {i: _filled(trials, i, counter.stop) for i, counter in found.items()}
+    values = {i: trials.filled(i, counter.stop) for i, counter in found.items()}
     grown = trials.grown(values) if found else []
     found = {i: x for i, x in found.items() if _is_near(grown[i] - values[i], x.increment)}
     written = trials.after_two_steps(values) if found else []
@@ -54,7 +54,3 @@ def _find_increment(trials: UpdateTrials, i: int) -> Counter | None:
 def _is_near(changes: Any, increment: float) -> bool:
     """Tests whether changes in float32 are one number, except for rounding."""
     return bool((jnp.abs(changes - increment) <= 1e-3 * abs(increment)).all())
-
-
-def _filled(trials: UpdateTrials, i: int, value: float) -> Any:
-    return jnp.full_like(on_device(trials.old(trials.results[i])), value)

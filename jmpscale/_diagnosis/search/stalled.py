@@ -1,4 +1,4 @@
-"""Finds leaves of the state that a step cannot shrink, by running its update at other values of these leaves.
+"""Finds leaves of the state that a step cannot shrink, or move, by running its update at other values of these leaves.
 
 The new value of an average, or of a parameter with weight decay, is its old value times a decay, plus something else,
 which does not depend on it: the gradients are given. So the difference between two runs is the decay, however it is
@@ -15,9 +15,16 @@ import numpy as np
 from jmpscale._base.memory import on_device
 from jmpscale._base.types import is_narrow
 from jmpscale._diagnosis.run.changes import Change
+from jmpscale._diagnosis.run.lossless import norm
 from jmpscale._diagnosis.run.modes import Mode, Site, is_near_one, perturbed
 from jmpscale._diagnosis.run.update_trials import UpdateTrials
-from jmpscale._diagnosis.thresholds import LARGE_VALUE, SMALLEST_DECAY, STALLED
+from jmpscale._diagnosis.thresholds import (
+    FAR_FROM_AVERAGED,
+    LARGE_VALUE,
+    LARGEST_NARROW_CHANGE_ERROR,
+    SMALLEST_DECAY,
+    STALLED,
+)
 from jmpscale._diagnosis.trace.operations import Path
 from jmpscale._diagnosis.trace.program import Result
 from jmpscale._programs import flow
@@ -33,6 +40,7 @@ class Stalled(NamedTuple):
     constants: bool = False
     paths: tuple[Path, ...] = ()  # the lines with these constants, if the leaf itself loses nothing
     arguments: tuple[str, ...] = ()  # the arguments that are these constants
+    is_distant: bool = False  # whether it moves, but stays far from what it averages
 
     @property
     def example(self) -> float:
@@ -124,7 +132,34 @@ def find_stalled(trials: UpdateTrials) -> list[Stalled]:
         found += [_of_constants(trials, trials.results[i], constants, lossless) for i, constants in lost.items()]
         own = [trials.results[i] for i in narrow if trials.results[i].name not in lossless]
         found += [Stalled(x, decays[i], x.dtype) for i in narrow if (x := trials.results[i]) in own]
+        found += _find_distant(trials, {i: decays[i] for i in group if i not in lost and i not in narrow})
     return found
+
+
+def _find_distant(trials: UpdateTrials, decays: Mapping[int, float]) -> list[Stalled]:
+    """Returns the averages in half precision of other values than gradients that cannot come near to these values.
+
+    Without gradients, the new value of an average that begins at zero shows what it averages. In half precision it does
+    not move from a value that is too near. What gradients do is not known: if they vary much from step to step, an
+    average moves nevertheless.
+    """
+    zeros = {i: trials.filled(i, 0.0) for i, x in decays.items() if _is_average(x, trials.results[i])}
+    if not zeros:
+        return []
+    begun = trials.without_gradients(zeros, Mode.FLOAT32)
+    averaged = {i: begun[i] / np.float32(1 - decays[i]) for i in zeros}
+    dtypes = {i: trials.results[i].dtype for i in zeros}
+    far = {i: ((1 + FAR_FROM_AVERAGED) * x).astype(dtypes[i]).astype(np.float32) for i, x in averaged.items()}
+    exact, written = (trials.without_gradients(far, mode) for mode in (Mode.FLOAT32, Mode.AS_WRITTEN))
+    errors = {i: (float(norm(written[i] - exact[i])), float(norm(exact[i] - x))) for i, x in far.items()}
+    wrong = [i for i, (error, change) in errors.items() if error > LARGEST_NARROW_CHANGE_ERROR * change > 0]
+    lossless = trials.find_lossless([trials.results[i] for i in wrong])
+    found = [(i, trials.results[i]) for i in wrong if trials.results[i].name not in lossless]
+    return [Stalled(x, decays[i], x.dtype, is_distant=True) for i, x in found]
+
+
+def _is_average(decay: float, result: Result) -> bool:
+    return is_narrow(result) and SMALLEST_DECAY < 1 - decay < 0.5
 
 
 def _of_constants(

@@ -14,7 +14,7 @@ from jmpscale._diagnosis.tell.describe_counters import describe_counters
 from jmpscale._diagnosis.tell.phrases import by, describe_leaves
 from jmpscale._diagnosis.tell.report import DiagnosisFinding, FindingKind
 from jmpscale._diagnosis.tell.told import Told
-from jmpscale._diagnosis.thresholds import LOST
+from jmpscale._diagnosis.thresholds import FAR_FROM_AVERAGED, LOST
 
 
 def describe_update(examined: Examined) -> list[Told]:
@@ -132,13 +132,30 @@ def _describe_stalled(examined: Examined) -> list[Told]:
     """Describes leaves that a step cannot shrink, unless the remedy is told already."""
     bad = {x.result.name for x in examined.update.bad}
     stalled = [x for x in examined.update.stalled if x.result.name not in bad or x.paths or x.arguments]
-    groups: dict[tuple[bool, bool], list[Stalled]] = {}
+    groups: dict[tuple[bool, bool, bool], list[Stalled]] = {}
     for x in stalled:
-        groups.setdefault((x.result.name in examined.step.gradients, x.constants), []).append(x)
-    return [
-        _describe_constants(examined, group) if by_constants else _describe_decay(group, is_parameter)
-        for (is_parameter, by_constants), group in groups.items()
-    ]
+        groups.setdefault((x.result.name in examined.step.gradients, x.constants, x.is_distant), []).append(x)
+    return [_describe_group(examined, group) for group in groups.values()]
+
+
+def _describe_group(examined: Examined, group: Sequence[Stalled]) -> Told:
+    first = group[0]
+    if first.constants:
+        return _describe_constants(examined, group)
+    if first.is_distant:
+        return _describe_distant(group)
+    return _describe_decay(group, first.result.name in examined.step.gradients)
+
+
+def _describe_distant(group: Sequence[Stalled]) -> Told:
+    """Describes averages in half precision that stay far from what they average."""
+    leaves, decay, dtype = describe_leaves([x.result for x in group]), group[0].decay, group[0].dtype.name
+    they_average, them = ("it averages", "it") if len(group) == 1 else ("they average", "them")
+    text = (
+        f"{leaves} will stay {FAR_FROM_AVERAGED:.0%} from what {they_average}: with a decay of {decay:.4g}, a smaller "
+        f"difference changes nothing in {dtype}. Keep {them} in float32."
+    )
+    return Told(text, DiagnosisFinding(FindingKind.STALLED, tuple(x.result.name for x in group), dtype=dtype))
 
 
 def _describe_decay(group: Sequence[Stalled], is_parameter: bool) -> Told:

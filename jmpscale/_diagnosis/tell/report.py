@@ -101,7 +101,8 @@ class FindingKind(enum.StrEnum):
       LOST_CHANGE: rounding removes most of the change of a leaf of the state.
       WRONG_CHANGE: the change of a leaf of the state, or its new value, is wrong.
       WRONG_RESULT: another result of the step is wrong.
-      STALLED: a leaf of the state, such as an average or a counter, will stop moving.
+      STALLED: a leaf of the state, such as an average or a counter, will stop moving, or an average stays far from what
+        it averages.
       LOST_DECAY: the decay of a parameter is lost.
       ROUNDED_CONSTANT: a leaf does not change because a constant near 1 is rounded.
       ROUNDED_INPUT: an argument or a constant has too few digits; `error` is the change that a move within its last
