@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_diagnose_rounding import NETWORK, TIMES, time_steps
+from test_diagnose_rounding import NETWORK, TIMES, near_minimum, regression, time_steps
 
 import jmpscale
 
@@ -61,6 +61,14 @@ def test_refused_error_of_gradients_names_the_smallest_set_of_lines():
     assert diagnosis.lines == (line,)
     assert " in params['first'], which has " in diagnosis.summary
     assert f"rounding, not range. The error begins at {line}. Compute {line} in float32: then " in diagnosis.summary
+
+
+def test_error_near_a_minimum_of_the_loss_is_refused():
+    """By default, no line is named there, because the error need not matter."""
+    found = [jmpscale.diagnose(regression, accepted_error=x)(*near_minimum(0.002)) for x in (None, 0.05)]
+    assert [x.kind for x in found[1].findings] == [jmpscale.FindingKind.ROUNDING]
+    assert [bool(x.lines) for x in found] == [False, True]
+    assert ["near a minimum of the loss" in x.summary for x in found] == [True, False]
 
 
 def test_no_scale_fits_if_the_error_at_all_scales_is_refused():

@@ -311,6 +311,18 @@ def test_diagnose_run_gives_each_run_a_scaler_of_its_own():
     assert not any("scaler" in change.name for change in run.changes)
 
 
+@pytest.mark.full
+def test_diagnose_run_counts_only_the_skips_of_the_run():
+    step, state = runs.scaled()
+    skipped = jax.tree.map(
+        lambda x: x._replace(total_skips=jnp.int32(7)) if isinstance(x, jmpscale.ScalerState) else x,
+        state,
+        is_leaf=lambda x: isinstance(x, jmpscale.ScalerState),
+    )
+    run, _ = runs.diagnosed((step, skipped), 12)
+    assert (run.skips, run.skips_float32) == (4, 0)
+
+
 # --- batches
 
 
