@@ -27,7 +27,7 @@ from jmpscale._programs.interpret import Interpreter, literal, widen
 from jmpscale._programs.jaxpr import Caller, Key
 from jmpscale._programs.scopes import is_in_inner_gradient
 
-_MANY = 4  # A function that so many blocks share runs so often that it is worth optimizing: see `benchmarks.diagnosis`.
+_MANY = 200  # After so many calls, a function is compiled again, and optimized: see `benchmarks.diagnosis`.
 
 
 class ModalProgram:
@@ -103,22 +103,16 @@ class ModalProgram:
 
     def _compile(self, found: Mapping[Key, "_ModalOperation"], modal: Modal) -> list["_ModalBlock"]:
         """Returns the blocks, of which equal ones share a compiled function."""
-        operations_of: list[tuple[list[_ModalOperation], dict[Key, int]]] = []
-        keys: list[Hashable] = []
+        functions: dict[Hashable, _BlockFunction] = {}
+        blocks = []
         for block in self._program.blocks:
             occurrences = [caller.key_of(eqn) for eqn, caller in block.operations()]
             index = {key: i for i, key in enumerate(dict.fromkeys(occurrences))}
             operations = [found[key] for key in index]
             kinds = tuple((bool(x.sites), x.operation.as_written, *x.operation.dtypes) for x in operations)
-            operations_of.append((operations, index))
-            keys.append((block.key(), tuple(map(index.get, occurrences)), kinds))
-        count = collections.Counter(keys)
-        functions: dict[Hashable, _BlockFunction] = {}
-        blocks = []
-        for block, (operations, index), key in zip(self._program.blocks, operations_of, keys, strict=True):
+            key = block.key(), tuple(map(index.get, occurrences)), kinds
             if key not in functions:
-                optimize = count[key] >= _MANY or has_long_loop(eqn for eqn, *_ in block.equations)
-                functions[key] = _BlockFunction(block, operations, index, modal, optimize=optimize)
+                functions[key] = _BlockFunction(block, operations, index, modal)
             blocks.append(_ModalBlock(block, operations, functions[key]))
         return blocks
 
@@ -202,13 +196,7 @@ class _BlockFunction:
     """A compiled function of the inputs of a block, and of an array with the modes of its operations."""
 
     def __init__(
-        self,
-        block: Block,
-        operations: Sequence[_ModalOperation],
-        index: Mapping[Key, int],
-        modal: Modal,
-        *,
-        optimize: bool,
+        self, block: Block, operations: Sequence[_ModalOperation], index: Mapping[Key, int], modal: Modal
     ) -> None:
         """`index` has the position of each operation in `operations` and in the array of modes."""
         self.not_entered: dict[int, None] = {}  # the operations that run as written; known after the first run
@@ -233,7 +221,15 @@ class _BlockFunction:
                 values.update(zip(results, interpreter.run_equation(eqn, read, caller), strict=True))
             return [values[i] for i in block.outputs], interpreter.current_records()
 
-        self.run = compiled(run, optimize=optimize)
+        self._run, self._calls = run, 0
+        self._compiled = compiled(run, optimize=has_long_loop(eqn for eqn, *_ in block.equations))
+
+    def run(self, inputs: list[Any], modes: np.ndarray) -> tuple[list[Any], dict[int, jax.Array]]:
+        """Returns the outputs of the block, and what it records of its operations."""
+        self._calls += 1
+        if self._calls == _MANY:
+            self._compiled = compiled(self._run, optimize=True)
+        return self._compiled(inputs, modes)
 
 
 def _shortest(paths: Collection[Path]) -> dict[Path, Path]:
