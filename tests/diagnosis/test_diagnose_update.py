@@ -353,7 +353,7 @@ DISTANT = {
     "sum": (average_of(0.99), FIRST),
     "difference": (average_of(0.99, "difference"), FIRST),
     "optax": (average_of(0.995, "optax"), FIRST),
-    "shard_map": (lambda *args: in_shard_map(average_of(0.99))(*args), FIRST),
+    "shard_map": (lambda state, x, y: in_shard_map(average_of(0.99))(state, x, y), FIRST),
     "running mean": (statistics_of(0.99), {"p": PARAMS, "m": jnp.zeros(32, B)}),
 }
 
