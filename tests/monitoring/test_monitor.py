@@ -456,6 +456,7 @@ def test_run_monitor_is_called_from_several_threads():
             list(threads.map(call, range(8)))  # raises the errors and warnings of the threads
     finally:
         sys.setswitchinterval(interval)
+    assert run.state.total_steps == BELOW.total_steps + 800
 
 
 COPIES = {

@@ -50,7 +50,7 @@ def test_diagnose_run_names_what_half_precision_does(fault):
     make, steps, expected = fault
     run, _ = runs.diagnosed(make(), steps)
     found = [name for finding in run.findings for name in finding.names]
-    assert (FindingKind.LOST_PROGRESS in kinds(run)) if expected == "loss" else (expected in found), run.summary
+    assert (FindingKind.LOST_PROGRESS in kinds(run)) if expected == "result[1]" else (expected in found), run.summary
     assert run.diagnosis is not None
     assert run.summary.endswith(run.diagnosis.summary)
 

@@ -222,13 +222,14 @@ class _BlockFunction:
             return [values[i] for i in block.outputs], interpreter.current_records()
 
         self._run, self._calls = run, 0
-        self._compiled = compiled(run, optimize=has_long_loop(eqn for eqn, *_ in block.equations))
+        self._is_optimized = has_long_loop(eqn for eqn, *_ in block.equations)
+        self._compiled = compiled(run, optimize=self._is_optimized)
 
     def run(self, inputs: list[Any], modes: np.ndarray) -> tuple[list[Any], dict[int, jax.Array]]:
         """Returns the outputs of the block, and what it records of its operations."""
         self._calls += 1
-        if self._calls == _MANY:
-            self._compiled = compiled(self._run, optimize=True)
+        if self._calls >= _MANY and not self._is_optimized:
+            self._compiled, self._is_optimized = compiled(self._run, optimize=True), True
         return self._compiled(inputs, modes)
 
 

@@ -78,8 +78,8 @@ class UpdateTrials:
         own = {x.result.input for x in bad}
         if not own:
             return
-        pairs = list(enumerate(self.forms.program.consts))
-        arrays = {i for i, x in pairs if is_real(x) and np.ndim(x)}.difference(own, self._written)
+        arrays = {i for i, x in enumerate(self.forms.program.consts) if is_real(x) and np.ndim(x)}
+        arrays = arrays.difference(own, self._written)
         others = arrays.union(self._gradients)
         consts = [x * np.float32(1 + OTHER_VALUES) if i in others else x for i, x in enumerate(self._consts)]
         written, changed = self._run({}, Mode.AS_WRITTEN), self._run({}, Mode.FLOAT32, consts)
@@ -97,19 +97,21 @@ class UpdateTrials:
         The values are given by the positions of the results.
         """
         consts = [perturb(x, OTHER_VALUES) for x in self._consts]
-        consts = [jnp.zeros_like(x) if i in self._gradients else x for i, x in enumerate(consts)]
-        return self._run({}, Mode.FLOAT32, self._with(consts, values))
+        return self._run({}, Mode.FLOAT32, self._with(self._zero_gradients(consts), values))
 
     def without_gradients(self, values: Mapping[int, Any], mode: Mode) -> list[Any]:
         """Returns the results at other values of some leaves, with gradients of zeros."""
-        consts = [jnp.zeros_like(x) if i in self._gradients else x for i, x in enumerate(self._consts)]
-        return self._run({}, mode, self._with(consts, values))
+        return self._run({}, mode, self._with(self._zero_gradients(self._consts), values))
 
     def after_two_steps(self, values: Mapping[int, Any]) -> list[Any]:
         """Returns the results as written of two steps, which begin at other values of some leaves."""
         consts = self._with(self._consts, values)
         first = self._run({}, Mode.AS_WRITTEN, consts)
         return self._run({}, Mode.AS_WRITTEN, self._after(first, consts))
+
+    def _zero_gradients(self, consts: Sequence[Any]) -> list[Any]:
+        """Returns constants with gradients of zeros."""
+        return [jnp.zeros_like(x) if i in self._gradients else x for i, x in enumerate(consts)]
 
     def _with(self, consts: Sequence[Any], values: Mapping[int, Any]) -> list[Any]:
         inputs = {self.results[i].input: value for i, value in values.items()}

@@ -100,7 +100,7 @@ def _expose_gradients(written: core.ClosedJaxpr, arrays: StepArrays) -> _Exposed
 
     def values(scales: jax.Array, *constants: Any) -> tuple[list[Any], ...]:
         inputs, factor = arrays.with_scales(constants[:count], scales), constants[-1]
-        copies = {id(x): copy for x, copy in zip(constants, constants[count:-1], strict=False)}
+        copies = {id(x): copy for x, copy in zip(constants[:count], constants[count:-1], strict=True)}
         found = evaluate(written, inputs, gradients)
         as_written[:] = [x.variable for x in found.gradients]
         given = {place: [copies.get(id(x), x) for x in group] for place, group in found.given.items()}
