@@ -27,7 +27,7 @@ class Values(NamedTuple):
 def may_cancel(first: Sequence[np.ndarray], second: Sequence[np.ndarray], sign: int) -> bool:
     """Tests by the sketches of two leaves after some steps whether their sum, or difference, may be right."""
     pairs = zip(first, second, strict=True)
-    return all(np.linalg.norm(x + sign * y) <= 4 * CANCELS * np.linalg.norm(x) for x, y in pairs)
+    return all(np.linalg.norm(x + sign * y) < 4 * CANCELS * np.linalg.norm(x) for x, y in pairs)
 
 
 @compiled_when_called
@@ -36,9 +36,14 @@ def sketch(x: Values) -> jax.Array:
     error = (x.written - x.reference).ravel()
     bits = jnp.arange(error.size, dtype=np.uint32) * np.uint32(0x9E3779B1)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x85EBCA77)
-    signs = 1 - 2 * ((bits[None] >> jnp.arange(16, dtype=np.uint32)[:, None]) & 1).astype(error.dtype)
     unit = jnp.maximum(jnp.abs(error).max(initial=0), jnp.finfo(error.dtype).tiny)
-    return unit * (signs @ (error / unit))
+    scaled = error / unit
+
+    def sum_with_signs(i: jax.Array) -> jax.Array:
+        return jnp.where((bits >> i) & 1, -scaled, scaled).sum()
+
+    # A loop, because signs for all sums at once would need as much memory as that many leaves.
+    return unit * jax.lax.map(sum_with_signs, jnp.arange(16, dtype=np.uint32))
 
 
 def error_of_sum(steps: Sequence[tuple[Values, Values]], sign: int) -> float:

@@ -131,6 +131,8 @@ def _record(execution: Execution, operation: Operation, inputs: list[Any], in_fl
     return in_float32
 
 
+# Inlined, a jitted function adds the equations of its body: operations with results of equal type share one trace.
+@functools.partial(jax.jit, static_argnums=2, inline=True)
 def _statistics(in_float32: jax.Array, written: jax.Array, smallest_normal: float) -> jax.Array:
     finite = jnp.isfinite(in_float32)
     magnitude = jnp.where(finite, jnp.abs(in_float32), 0).astype(np.float32)  # not float64

@@ -1,5 +1,6 @@
 """Runs the update of a step, whose gradients are given, with other modes, and compares its results with float32."""
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -145,16 +146,37 @@ class UpdateTrials:
 
     def _find_pairs(self, results: Iterable[Result]) -> None:
         """Finds leaves of which another one takes what rounding removes, and adds it in the next step."""
+        pairs = {x: self._possible_partners(x) for x in results}
+        if not any(pairs.values()):
+            return
         steps = [self._values(*outputs) for outputs in self._two_steps()]
-        sketches = {name: [np.asarray(sketch(values[name])) for values in steps] for name in steps[0]}
-        for result in results:
-            name, shape = result.name, steps[0][result.name].old.shape
-            partners = [x for x, value in steps[0].items() if x != name and value.old.shape == shape]
-            pairs = [(x, s) for x in partners for s in (1, -1) if may_cancel(sketches[name], sketches[x], s)]
-            found = (error_of_sum([(values[name], values[x]) for values in steps], sign) for x, sign in pairs)
-            error = min(found, default=math.inf)
+        for result, partners in pairs.items():
+            error = min(
+                (error_of_sum([(x[result.name], x[name]) for x in steps], sign) for name, sign in partners),
+                default=math.inf,
+            )
             if error < self._accepted.narrow_change:
-                self._lossless[name] = Change(result, error)
+                self._lossless[result.name] = Change(result, error)
+
+    def _possible_partners(self, result: Result) -> list[tuple[str, int]]:
+        """Returns the leaves whose errors may be those of a leaf, with the sign with which they cancel."""
+        own, shape = self._sketches[result.name], self._shapes[result.name]
+        others = [x for x in self._sketches if x != result.name and self._shapes[x] == shape]
+        return [(x, sign) for x in others for sign in (1, -1) if may_cancel(own, self._sketches[x], sign)]
+
+    @functools.cached_property
+    def _sketches(self) -> dict[str, list[np.ndarray]]:
+        """Sketches of the errors of the leaves after one step and after two, by name.
+
+        They are kept in place of the values, which take as much memory as several states.
+        """
+        steps = [self._values(*outputs) for outputs in self._two_steps()]
+        return {name: [np.asarray(sketch(values[name])) for values in steps] for name in steps[0]}
+
+    @functools.cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the leaves of the state, by name."""
+        return {x.name: np.shape(self.old(x)) for x in self.results if x.is_changed}
 
     def _two_steps(self) -> list[tuple[list[Any], list[Any]]]:
         """Returns the results, as written and in float32, after one step and after two with the same gradients."""
