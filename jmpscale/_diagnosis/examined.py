@@ -1,7 +1,7 @@
 """What a diagnosis has measured of a training step, from which it is written."""
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ class Examined(NamedTuple):
     @property
     def gradients(self) -> tuple[str, ...]:
         """The names of the gradients; of several scalers, those that belong to this one."""
-        return tuple(itertools.compress(self.step.gradients, self.trials.is_compared))
+        return self.names_of_gradients(self.trials.is_compared[: len(self.step.gradients)])
 
     @property
     def is_accurate(self) -> bool:
@@ -109,6 +109,10 @@ class Examined(NamedTuple):
     def each_name(self, paths: Collection[Path]) -> tuple[str, ...]:
         """Returns the names of lines."""
         return tuple(dict.fromkeys(self.name(path, paths) for path in paths))
+
+    def names_of_gradients(self, chosen: Iterable[bool]) -> tuple[str, ...]:
+        """Returns the names of some gradients and slices, each once: several may change the same parameter."""
+        return tuple(dict.fromkeys(itertools.compress(self.trials.names, chosen)))
 
     def names_of_layers(self, part: Part) -> tuple[str, ...]:
         """Returns the names of the layers in which a line is wrong, of several that run it."""

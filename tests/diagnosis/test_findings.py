@@ -203,6 +203,16 @@ def of_scaler(loss_fn):
     return step
 
 
+def in_a_branch(step):
+    """Returns a step that computes the gradients of each parameter in two branches."""
+
+    @functools.wraps(step)
+    def branching(*args):
+        return jax.lax.cond(jnp.array(True), step, step, *args)
+
+    return branching
+
+
 # --- what the loss scale does not multiply ---
 
 WRAPPED = jmpscale.with_loss_scaling(optax.sgd(0.1))
@@ -579,6 +589,10 @@ FAULTS = {  # a function that returns a diagnosis, and all that it finds
         of_step(of_scaler(in_float16), PARAMS, jmpscale.static(2.0**24)),
         Found(Kind.LARGE_SCALE, NAMES, error=INFINITE, error_then=SMALL, scaler=Between(1, 2.0**16)),
     ),
+    "large scale: step in a branch": (
+        of_step(in_a_branch(of_scaler(in_float16)), PARAMS, jmpscale.static(2.0**24)),
+        Found(Kind.LARGE_SCALE, NAMES, error=INFINITE, error_then=SMALL, scaler=Between(1, 2.0**16)),
+    ),
     "unused scaler: gradients of JAX": (
         of_step(not_scaled_by_the_scaler, PARAMS, jmpscale.dynamic()),
         Found(Kind.UNUSED_SCALER),
@@ -594,6 +608,10 @@ FAULTS = {  # a function that returns a diagnosis, and all that it finds
     "unused scaler: division alone": (of_step(divided_alone, PARAMS, jmpscale.dynamic()), Found(Kind.UNUSED_SCALER)),
     "not scaled: unscaled twice": (of_step(unscaled_twice, PARAMS, jmpscale.dynamic()), Found(Kind.NOT_SCALED, NAMES)),
     "not scaled: unscale": (of_step(unscaled_alone, PARAMS, jmpscale.dynamic()), Found(Kind.NOT_SCALED, NAMES)),
+    "not scaled: unscale in a branch": (
+        of_step(in_a_branch(unscaled_alone), PARAMS, jmpscale.dynamic()),
+        Found(Kind.NOT_SCALED, NAMES),
+    ),
     "not scaled: statistic in place of a gradient": (
         of_step(tracked, PARAMS, F(1), jmpscale.dynamic(2.0**8)),
         Found(Kind.NOT_SCALED, ("the gradient of float32[]",)),

@@ -1,6 +1,5 @@
 """The sentences about gradients that are out of range because no scaler scales their loss."""
 
-import itertools
 import math
 
 from jmpscale._base.text import format_scale
@@ -27,7 +26,7 @@ def describe_factors(examined: Examined, factors: Scales) -> Told:
     )
     kind = FindingKind.UNDERFLOW if is_small else FindingKind.LARGE_SCALE
     wrong = (errors > factors.limits) & examined.trials.is_compared
-    names = tuple(itertools.compress(examined.trials.names, wrong))
+    names = examined.names_of_gradients(wrong)
     return Told(text, DiagnosisFinding(kind, names, error=largest(errors), error_then=factors.smallest_error))
 
 

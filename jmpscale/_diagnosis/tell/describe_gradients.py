@@ -1,8 +1,6 @@
 """The sentences about the gradients and the loss scales of a step that is finite in float32."""
 
-import itertools
 import math
-from collections.abc import Sequence
 
 from jmpscale._base.text import enumerate_names, format_percentage, format_scale
 from jmpscale._diagnosis.examined import Examined
@@ -30,12 +28,16 @@ def describe_gradients(examined: Examined) -> list[Told]:
     gradients = examined.gradients
     if not gradients:
         return [Told("The step computes no gradient: for the gradients of a loss function, call jmpscale.diagnose.")]
-    names = list(itertools.compress(examined.step.gradients, examined.trials.halved))
-    halved = [_describe_halved(names)] if names else []
-    return halved + (_describe_others(examined) if len(names) < len(gradients) else [])
+    trials, count = examined.trials, len(examined.step.gradients)
+    halved = trials.halved[:count]
+    if not halved.any():
+        return _describe_others(examined)
+    told = [_describe_halved(examined.names_of_gradients(halved))]
+    others = trials.is_compared[:count] & ~halved & (trials.measured.norms[1 : 1 + count] > 0)
+    return [*told, *_describe_others(examined)] if others.any() else told
 
 
-def _describe_halved(names: Sequence[str]) -> Told:
+def _describe_halved(names: tuple[str, ...]) -> Told:
     """Describes gradients that are unscaled, although the loss scale does not multiply them."""
     text = (
         f"In {enumerate_names(names)}, all values halve if the loss scale doubles: they are unscaled, but not scaled. "
@@ -43,7 +45,7 @@ def _describe_halved(names: Sequence[str]) -> Told:
         "overwrite_with_gradient=...). If they are gradients, scale their loss, and multiply the constants of a custom "
         "backward pass by the loss scale."
     )
-    return Told(text, DiagnosisFinding(FindingKind.NOT_SCALED, tuple(names)))
+    return Told(text, DiagnosisFinding(FindingKind.NOT_SCALED, names))
 
 
 def _describe_others(examined: Examined) -> list[Told]:
@@ -81,7 +83,7 @@ def _describe_reference(examined: Examined, changes: Errors) -> Told:
         f"{by_gradient(examined, changes)}, or more. So no comparison shows which scale is right. The backward pass "
         "may exceed the range of float32, or it may clip or compare scaled values."
     )
-    names = tuple(itertools.compress(examined.step.gradients, changes > TOLERANCE))
+    names = examined.names_of_gradients((changes > TOLERANCE)[: len(examined.step.gradients)])
     return Told(text, DiagnosisFinding(FindingKind.NOT_COMPARED, names, error=largest(changes)))
 
 
@@ -166,7 +168,7 @@ def _describe_scale(examined: Examined, remedy: str) -> Told:
         f"differ from float32 {by_gradient(examined, fit.errors)}" if math.isfinite(fit.error) else "are not finite"
     )
     kind = FindingKind.SMALL_SCALE if fit.is_small else FindingKind.LARGE_SCALE
-    wrong = itertools.compress(examined.trials.names, (fit.errors > fit.scales.limits) & examined.trials.is_compared)
+    wrong = examined.names_of_gradients((fit.errors > fit.scales.limits) & examined.trials.is_compared)
     names = (*filter(None, [examined.present.name]), *wrong)
     scaler = examined.advice.scaler if examined.advice else None
     finding = DiagnosisFinding(kind, names, error=fit.error, error_then=fit.scales.smallest_error, scaler=scaler)

@@ -1,7 +1,5 @@
 """The sentence about indices that rounding makes wrong."""
 
-import itertools
-
 from jmpscale._base.text import enumerate_names, format_percentage
 from jmpscale._diagnosis.examined import Examined
 from jmpscale._diagnosis.search.integers import WrongIndices
@@ -23,6 +21,6 @@ def describe_wrong_indices(examined: Examined, found: WrongIndices) -> Told:
     errors = fit.errors if fit.scale_fits else fit.scales.errors_at_best
     names: tuple[str, ...] = ()
     if errors is not None:
-        names = tuple(itertools.compress(examined.trials.names, errors >= examined.trials.accepted.small))
+        names = examined.names_of_gradients(errors >= examined.trials.accepted.small)
     paths, error = examined.each_name(found.paths), fit.error_at_exponent
     return Told(text, DiagnosisFinding(FindingKind.WRONG_INDICES, names, paths, dtype, error, found.error))

@@ -61,8 +61,8 @@ def _wrong_names(examined: Examined) -> tuple[str, ...]:
     if errors is None:
         return examined.gradients
     limit = examined.trials.accepted.gradient
-    wrong = [name for name, error in zip(examined.trials.names, errors, strict=True) if error > limit]
-    return tuple(wrong) or (("loss",) if examined.fit.loss_error else (name_of_worst(examined, errors),))
+    wrong = examined.names_of_gradients(errors > limit)
+    return wrong or (("loss",) if examined.fit.loss_error else (name_of_worst(examined, errors),))
 
 
 def _error(examined: Examined) -> float:
