@@ -348,9 +348,19 @@ OUTER = {
 }
 
 
-@pytest.mark.parametrize("outer", names(OUTER, default={"alone", "in with_loss_scaling"}))
+@pytest.mark.parametrize("outer", ["alone", "in with_loss_scaling"])
 @pytest.mark.parametrize("name", names(COMPOSED, default={"chain"}))
 def test_with_master_params_composes(name, outer):
+    assert_composes(name, outer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("outer", ["in with_loss_scaling, bfloat16", "disabled"])
+def test_with_master_params_composes_with_a_wrapper_in_bfloat16_or_disabled(outer):
+    assert_composes("chain", outer)
+
+
+def assert_composes(name, outer):
     wrap, dtype = OUTER[outer]
     if OPTAX < (0, 2, 8) and dtype == jnp.float16 and name in FLOAT16_BESIDE:
         pytest.skip("before optax 0.2.8, these states have the dtype of the parameters")

@@ -70,9 +70,9 @@ class ResNet(linen.Module):
             return linen.BatchNorm(use_running_average=False)(x)
 
         x = linen.relu(conv(x, 8))
-        for i, (features, stride) in enumerate([(8, 1), (8, 1), (16, 2), (16, 1), (32, 2), (32, 1), (64, 2), (64, 1)]):
+        for i, (features, stride) in enumerate([(8, 1), (16, 2), (32, 2), (32, 1), (64, 2)]):
             y = conv(linen.relu(conv(x, features, stride)), features)
-            if self.overflows and i == 4:
+            if self.overflows and i == 2:
                 y = overflowing(y)
             x = linen.relu(y + (x if x.shape == y.shape else conv(x, features, stride)))
         return linen.Dense(10)(x.mean((1, 2)))
