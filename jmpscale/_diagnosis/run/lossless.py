@@ -25,9 +25,17 @@ class Values(NamedTuple):
 
 
 def may_cancel(first: Sequence[np.ndarray], second: Sequence[np.ndarray], sign: int) -> bool:
-    """Tests by the sketches of two leaves after some steps whether their sum, or difference, may be right."""
-    pairs = zip(first, second, strict=True)
-    return all(np.linalg.norm(x + sign * y) < 4 * CANCELS * np.linalg.norm(x) for x, y in pairs)
+    """Tests by the sketches of two leaves after some steps whether their sum, or difference, may be right.
+
+    The norms of sketches estimate the norms of the errors: a sum that is a quarter of an error seems to be half of it
+    in fewer than 1% of all cases.
+    """
+
+    def cancel(x: np.ndarray, y: np.ndarray) -> bool:
+        smaller = min(np.linalg.norm(x), np.linalg.norm(y))
+        return bool(np.linalg.norm(x + sign * y) < 2 * CANCELS * smaller)
+
+    return all(map(cancel, first, second))
 
 
 @compiled_when_called

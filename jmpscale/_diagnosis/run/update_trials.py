@@ -60,6 +60,11 @@ class UpdateTrials:
         self._noise: set[str] = set()  # the names of the leaves whose changes are noise
         self._tested: set[str] = set()  # the names of the leaves that may be lossless
 
+    @functools.cached_property
+    def as_written(self) -> list[Any]:
+        """The results of the program as it is written."""
+        return self._run({}, Mode.AS_WRITTEN)
+
     def old(self, result: Result) -> Any:
         """Returns the value before the step; None if the result is not a leaf of the state."""
         return None if result.input is None else self._consts[result.input]
@@ -83,7 +88,7 @@ class UpdateTrials:
         arrays = arrays.difference(own, self._written)
         others = arrays.union(self._gradients)
         consts = [x * np.float32(1 + OTHER_VALUES) if i in others else x for i, x in enumerate(self._consts)]
-        written, changed = self._run({}, Mode.AS_WRITTEN), self._run({}, Mode.FLOAT32, consts)
+        written, changed = self.as_written, self._run({}, Mode.FLOAT32, consts)
         for change in bad:
             i = self.results.index(change.result)
             differences = [x[i] - self.reference[i] for x in (written, changed)]
@@ -123,9 +128,8 @@ class UpdateTrials:
         key = frozenset(modes.items())
         if key not in self._changes:
             olds = [self.old(x) if x.is_changed else None for x in self.results]
-            changes = measure_changes(
-                self.results, olds, self._run(modes, Mode.AS_WRITTEN), self.reference, self._accepted
-            )
+            written = self._run(modes, Mode.AS_WRITTEN) if modes else self.as_written
+            changes = measure_changes(self.results, olds, written, self.reference, self._accepted)
             known = [self._lossless.get(x.result.name, x) for x in changes]
             self._changes[key] = [x._replace(is_decisive=False) if x.result.name in self._noise else x for x in known]
         return self._changes[key]
@@ -180,7 +184,7 @@ class UpdateTrials:
 
     def _two_steps(self) -> list[tuple[list[Any], list[Any]]]:
         """Returns the results, as written and in float32, after one step and after two with the same gradients."""
-        first = self._run({}, Mode.AS_WRITTEN), self.reference
+        first = self.as_written, self.reference
         runs = zip((Mode.AS_WRITTEN, Mode.FLOAT32), first, strict=True)
         second = [self._run({}, mode, self._after(outputs, self._consts)) for mode, outputs in runs]
         return [first, (second[0], second[1])]
