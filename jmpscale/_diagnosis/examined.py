@@ -111,7 +111,7 @@ class Examined(NamedTuple):
         return tuple(dict.fromkeys(self.name(path, paths) for path in paths))
 
     def names_of_gradients(self, chosen: Iterable[bool]) -> tuple[str, ...]:
-        """Returns the names of some gradients and slices, each once: several may change the same parameter."""
+        """Returns the names of the chosen gradients and slices, each once: a parameter may have several gradients."""
         return tuple(dict.fromkeys(itertools.compress(self.trials.names, chosen)))
 
     def names_of_layers(self, part: Part) -> tuple[str, ...]:

@@ -356,7 +356,7 @@ def test_with_master_params_composes(name, outer):
 
 @pytest.mark.full
 @pytest.mark.parametrize("outer", ["in with_loss_scaling, bfloat16", "disabled"])
-def test_with_master_params_composes_with_a_wrapper_in_bfloat16_or_disabled(outer):
+def test_with_master_params_composes_with_loss_scaling_in_bfloat16_or_disabled(outer):
     assert_composes("chain", outer)
 
 

@@ -25,10 +25,9 @@ class Values(NamedTuple):
 
 
 def may_cancel(first: Sequence[np.ndarray], second: Sequence[np.ndarray], sign: int) -> bool:
-    """Tests by the sketches of two leaves after some steps whether their sum, or difference, may be right.
+    """Tests whether the errors of two leaves may cancel, given the sketches of both errors after each step.
 
-    The norms of sketches estimate the norms of the errors: a sum that is a quarter of an error seems to be half of it
-    in fewer than 1% of all cases.
+    The sketches only estimate the norms of errors, so the limit is twice that of `error_of_sum`.
     """
 
     def cancel(x: np.ndarray, y: np.ndarray) -> bool:
@@ -50,7 +49,7 @@ def sketch(x: Values) -> jax.Array:
     def sum_with_signs(i: jax.Array) -> jax.Array:
         return jnp.where((bits >> i) & 1, -scaled, scaled).sum()
 
-    # A loop, because signs for all sums at once would need as much memory as that many leaves.
+    # The sums are computed in turn: the signs of all of them would take 16 times the memory of the leaf.
     return unit * jax.lax.map(sum_with_signs, jnp.arange(16, dtype=np.uint32))
 
 

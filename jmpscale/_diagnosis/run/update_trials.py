@@ -48,22 +48,17 @@ class UpdateTrials:
         """Creates trials of an update with the values that it is given; its first constants are those of the step."""
         self.forms = Forms(update.with_given(given))
         self._gradients = update.gradients
-        self._written = update.written
+        self._only_as_written = update.written
         self.program = self.forms.precision
         self.results = results
         self.scale, self._accepted = scale, accepted
         self._consts = self.program.consts
-        self.reference = self._run({}, Mode.FLOAT32)
+        self.reference, self._as_written = self._run({}, Mode.FLOAT32), self._run({}, Mode.AS_WRITTEN)
         self._changes: dict[frozenset[tuple[Site, Any]], list[Change]] = {}
         self._lossless: dict[str, Change] = {}  # by the name of the leaf
         self._draws = any(eqn.primitive.name in RANDOM for eqn, _ in equations(self.forms.program.jaxpr))
         self._noise: set[str] = set()  # the names of the leaves whose changes are noise
         self._tested: set[str] = set()  # the names of the leaves that may be lossless
-
-    @functools.cached_property
-    def as_written(self) -> list[Any]:
-        """The results of the program as it is written."""
-        return self._run({}, Mode.AS_WRITTEN)
 
     def old(self, result: Result) -> Any:
         """Returns the value before the step; None if the result is not a leaf of the state."""
@@ -85,10 +80,10 @@ class UpdateTrials:
         if not own:
             return
         arrays = {i for i, x in enumerate(self.forms.program.consts) if is_real(x) and np.ndim(x)}
-        arrays = arrays.difference(own, self._written)
+        arrays = arrays.difference(own, self._only_as_written)
         others = arrays.union(self._gradients)
         consts = [x * np.float32(1 + OTHER_VALUES) if i in others else x for i, x in enumerate(self._consts)]
-        written, changed = self.as_written, self._run({}, Mode.FLOAT32, consts)
+        written, changed = self._as_written, self._run({}, Mode.FLOAT32, consts)
         for change in bad:
             i = self.results.index(change.result)
             differences = [x[i] - self.reference[i] for x in (written, changed)]
@@ -128,7 +123,7 @@ class UpdateTrials:
         key = frozenset(modes.items())
         if key not in self._changes:
             olds = [self.old(x) if x.is_changed else None for x in self.results]
-            written = self._run(modes, Mode.AS_WRITTEN) if modes else self.as_written
+            written = self._run(modes, Mode.AS_WRITTEN) if modes else self._as_written
             changes = measure_changes(self.results, olds, written, self.reference, self._accepted)
             known = [self._lossless.get(x.result.name, x) for x in changes]
             self._changes[key] = [x._replace(is_decisive=False) if x.result.name in self._noise else x for x in known]
@@ -164,27 +159,23 @@ class UpdateTrials:
 
     def _possible_partners(self, result: Result) -> list[tuple[str, int]]:
         """Returns the leaves whose errors may be those of a leaf, with the sign with which they cancel."""
-        own, shape = self._sketches[result.name], self._shapes[result.name]
-        others = [x for x in self._sketches if x != result.name and self._shapes[x] == shape]
+        own, shape = self._sketches[result.name], np.shape(self.old(result))
+        leaves = [x for x in self.results if x.is_changed and np.shape(self.old(x)) == shape]
+        others = [x.name for x in leaves if x.name != result.name]
         return [(x, sign) for x in others for sign in (1, -1) if may_cancel(own, self._sketches[x], sign)]
 
     @functools.cached_property
     def _sketches(self) -> dict[str, list[np.ndarray]]:
         """Sketches of the errors of the leaves after one step and after two, by name.
 
-        They are kept in place of the values, which take as much memory as several states.
+        The values themselves would take the memory of several states.
         """
         steps = [self._values(*outputs) for outputs in self._two_steps()]
         return {name: [np.asarray(sketch(values[name])) for values in steps] for name in steps[0]}
 
-    @functools.cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the leaves of the state, by name."""
-        return {x.name: np.shape(self.old(x)) for x in self.results if x.is_changed}
-
     def _two_steps(self) -> list[tuple[list[Any], list[Any]]]:
         """Returns the results, as written and in float32, after one step and after two with the same gradients."""
-        first = self.as_written, self.reference
+        first = self._as_written, self.reference
         runs = zip((Mode.AS_WRITTEN, Mode.FLOAT32), first, strict=True)
         second = [self._run({}, mode, self._after(outputs, self._consts)) for mode, outputs in runs]
         return [first, (second[0], second[1])]
